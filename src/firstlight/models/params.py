@@ -28,6 +28,10 @@ KV_HEADS = "kv_heads"
 MLP = "mlp"
 VOCAB = "vocab"
 
+# Mesh axes. One mesh has both, also on a single device (1 x 1), so that there is one code path.
+DATA = "data"
+MODEL = "model"
+
 _classes: list[type] = []
 
 
@@ -116,4 +120,3 @@ def _children(tree: Any) -> Iterator[tuple[str, Any]]:
     else:
         for field in dataclasses.fields(tree):
             yield field.name, getattr(tree, field.name)
-

@@ -76,7 +76,10 @@ class AutoencoderConfig:
             f"block_out_channels {widths} and decoder_block_out_channels {decoder_widths} "
             "differ in length",
         )
-        for key, kind in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):
+        for key, kind in (
+            ("down_block_types", "DownEncoderBlock2D"),
+            ("up_block_types", "UpDecoderBlock2D"),
+        ):
             f.only(key, (kind,) * len(widths), default=(kind,) * len(widths))
         f.check(
             all(width % config.norm_num_groups == 0 for width in (*widths, *decoder_widths)),
@@ -234,7 +237,9 @@ class _Builder:
             second=self.block(width, width),
         )
 
-    def levels(self, inputs: int, widths: tuple[int, ...], blocks: int) -> tuple[Level[ParamSpec], ...]:
+    def levels(
+        self, inputs: int, widths: tuple[int, ...], blocks: int
+    ) -> tuple[Level[ParamSpec], ...]:
         """One level per width; all but the last change the resolution at their end."""
         made: list[Level[ParamSpec]] = []
         for index, width in enumerate(widths):

@@ -47,7 +47,9 @@ class Fields:
     def integers(self, key: str, default: Any = _MISSING, *, minimum: int = 1) -> tuple[int, ...]:
         value = self.data.get(key, default)
         good = isinstance(value, (list, tuple)) and len(value) > 0
-        if not good or any(isinstance(v, bool) or not isinstance(v, int) or v < minimum for v in value):
+        if not good or any(
+            isinstance(v, bool) or not isinstance(v, int) or v < minimum for v in value
+        ):
             self.fault(key, value, f"a list of integers of at least {minimum} is needed")
             return (minimum,)
         return tuple(value)
@@ -65,4 +67,6 @@ class Fields:
 
     def done(self) -> None:
         if self.problems:
-            raise CheckpointError(f"{self.where} describes no supported model", tuple(self.problems))
+            raise CheckpointError(
+                f"{self.where} describes no supported model", tuple(self.problems)
+            )

@@ -77,7 +77,9 @@ class TextEncoderConfig:
         for settings in (rope, scaling):
             kind = settings.get("rope_type", settings.get("type", "default"))
             f.check(kind == "default", f"rope_type is {kind!r}; only 'default' is supported")
-        theta = Fields({"rope_theta": rope.get("rope_theta", data.get("rope_theta", 10000.0))}, where)
+        theta = Fields(
+            {"rope_theta": rope.get("rope_theta", data.get("rope_theta", 10000.0))}, where
+        )
         heads = f.integer("num_attention_heads")
         config = cls(
             hidden_size=f.integer("hidden_size"),

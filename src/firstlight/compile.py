@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs compiled from shapes alone, several at once, and kept on disk between processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+
+from firstlight import environment
+from firstlight.executable_cache import ExecutableCache
+from firstlight.models.layers import widened_products
+
+
+def compiler_options(platform: str) -> dict[str, Any]:
+    """Options every program is compiled with on `platform`; part of the executable's key."""
+    # Keeping intermediate sums wider than declared would make bits depend on what gets fused.
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    if platform == "cpu":
+        # XLA's CPU backend slices bfloat16 stacks as float32, and this pass then moves the
+        # conversion before a scan: a float32 copy of all weights (15 GB for 4B).
+        options["xla_disable_hlo_passes"] = "while-loop-invariant-code-motion"
+    return options
+
+
+@dataclass(frozen=True)
+class Program:
+    """A pure function and the abstract arguments (shapes, dtypes, shardings) it is compiled for.
+
+    `function(*args)` returns a flat tuple of arrays. `identity` states, as JSON-able data, all
+    that the function's behaviour depends on besides its arguments: with the arguments' shapes it
+    names the program in every process.
+    """
+
+    name: str
+    function: Callable[..., tuple[jax.Array, ...]]
+    args: tuple[Any, ...]
+    identity: dict[str, Any] = field(default_factory=dict)
+    outputs: int = 1
+
+    def lower(self, mesh: Mesh) -> jax.stages.Lowered:
+        structure = jax.tree.structure(self.args)
+
+        def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+            return self.function(*jax.tree.unflatten(structure, leaves))
+
+        with jax.set_mesh(mesh), widened_products(_widens(mesh)):
+            return jax.jit(flat).lower(*jax.tree.leaves(self.args))
+
+
+def _widens(mesh: Mesh) -> bool:
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return on_cpu and not environment.cpu_multiplies_bfloat16()
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A compiled program. Calling it with other shapes or shardings raises; it never recompiles."""
+
+    program: Program
+    compiled: jax.stages.Compiled
+    seconds: float
+    from_cache: bool
+
+    def __call__(self, *args: Any) -> tuple[jax.Array, ...]:
+        return self.compiled(*jax.tree.leaves(args))
+
+
+class Compiler:
+    """Compiles programs for one mesh on background threads; asks the disk first.
+
+    `compiled` and `loaded` count programs built here and taken from the cache.
+    """
+
+    def __init__(self, mesh: Mesh, cache: ExecutableCache | None, threads: int = 3) -> None:
+        self.mesh = mesh
+        self.cache = cache
+        self.compiled = 0
+        self.loaded = 0
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="firstlight-compile")
+        self._futures: dict[str, Future[Executable]] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, program: Program) -> Future[Executable]:
+        """Start making `program` unless it was asked for before (programs are named uniquely)."""
+        with self._lock:
+            future = self._futures.get(program.name)
+            if future is None:
+                future = self._pool.submit(self._make, program)
+                self._futures[program.name] = future
+            return future
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _make(self, program: Program) -> Executable:
+        start = time.perf_counter()
+        key = program_key(program, self.mesh)
+        compiled = self._load(program, key)
+        from_cache = compiled is not None
+        if compiled is None:
+            compiled = program.lower(self.mesh).compile(
+                compiler_options=compiler_options(self.mesh.devices.flat[0].platform)
+            )
+            if self.cache is not None:
+                payload, _, _ = serialize_executable.serialize(compiled)
+                self.cache.write(key, payload)
+        with self._lock:
+            self.loaded += from_cache
+            self.compiled += not from_cache
+        return Executable(program, compiled, time.perf_counter() - start, from_cache)
+
+    def _load(self, program: Program, key: str) -> jax.stages.Compiled | None:
+        payload = None if self.cache is None else self.cache.read(key)
+        if payload is None or self.cache is None:
+            return None
+        inputs = jax.tree.structure((tuple(jax.tree.leaves(program.args)), {}))
+        outputs = jax.tree.structure((0,) * program.outputs)
+        try:
+            return serialize_executable.deserialize_and_load(
+                payload, inputs, outputs, execution_devices=list(self.mesh.devices.flat)
+            )
+        except (ValueError, TypeError, KeyError, EOFError, jax.errors.JaxRuntimeError) as error:
+            self.cache.drop(key, f"it cannot be loaded ({type(error).__name__}: {error})")
+            return None
+
+
+def program_key(program: Program, mesh: Mesh) -> str:
+    """Hex digest of everything that can change the executable; equal in every process."""
+    return hashlib.sha256(
+        json.dumps(key_fields(program, mesh), sort_keys=True).encode()
+    ).hexdigest()
+
+
+def key_fields(program: Program, mesh: Mesh) -> dict[str, Any]:
+    """The fields of `program_key`, for explaining why two keys differ."""
+    devices = list(mesh.devices.flat)
+    return {
+        "program": program.name,
+        "identity": program.identity,
+        "arguments": [
+            [list(leaf.shape), str(leaf.dtype), str(leaf.sharding.spec)]
+            for leaf in jax.tree.leaves(program.args)
+        ],
+        "mesh": [[str(name), size] for name, size in mesh.shape.items()],
+        "devices": [
+            [d.platform, environment.device_kind(d), d.id, d.process_index] for d in devices
+        ],
+        "cores": environment.usable_cores() if devices[0].platform == "cpu" else None,
+        "versions": environment.versions(),
+        "source": environment.source_digest(),
+        "compiler_options": compiler_options(devices[0].platform),
+        "flags": {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
+        "x64": bool(jax.config.jax_enable_x64),
+        "prng": str(jax.config.jax_default_prng_impl),
+        "matmul": str(jax.config.jax_default_matmul_precision),
+    }

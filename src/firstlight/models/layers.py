@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small pieces that the networks share, and their numerics.
+
+In bfloat16 mode every contraction accumulates in float32; norms, RoPE, softmax, gates and
+activation functions are computed in float32 and rounded once. In float32 mode every contraction
+has the highest precision (by default TPUs would use bfloat16 passes and recent GPUs TF32).
+Shape letters are those of docs/design.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from firstlight.models.params import DATA
+from firstlight.models.specs.autoencoder import Conv, GroupNorm
+
+BY_BATCH = P(DATA)
+"""Activations whose batch is split over the data axis and nothing else is."""
+
+
+_widen: ContextVar[bool] = ContextVar("widen", default=False)
+
+
+@contextmanager
+def widened_products(enabled: bool) -> Iterator[None]:
+    """While tracing: hand contractions their bfloat16 operands as float32.
+
+    The products and the accumulation are the same numbers; on a CPU without bfloat16 units the
+    float32 kernels are about 1.5 times as fast.
+    """
+    token = _widen.set(enabled)
+    try:
+        yield
+    finally:
+        _widen.reset(token)
+
+
+def precision(dtype: jnp.dtype) -> lax.Precision | None:
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def contract(subscripts: str, x: Array, w: Array, *, out_sharding: P | None = None) -> Array:
+    """`einsum` of activations and weights of one dtype, accumulated and returned in float32.
+
+    `out_sharding` must be stated where an axis split over devices is summed over.
+    """
+    if _widen.get():
+        # Without the barrier XLA converts the whole stack of a scan's weights before the loop.
+        x, w = x.astype(jnp.float32), lax.optimization_barrier(w).astype(jnp.float32)
+    return jnp.einsum(
+        subscripts,
+        x,
+        w,
+        precision=precision(x.dtype),
+        preferred_element_type=jnp.float32,
+        out_sharding=out_sharding,
+    )
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """Root-mean-square norm over the last axis, in float32 throughout; float32 result."""
+    x = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x * lax.rsqrt(mean_square + eps) * scale.astype(jnp.float32)
+
+
+def layer_norm(x: Array, eps: float) -> Array:
+    """Layer norm over the last axis without learned parameters; float32 result."""
+    x = x.astype(jnp.float32)
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    return centred * lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+
+
+def swiglu(gate_up: Array, dtype: jnp.dtype) -> Array:
+    """silu(gate) * up, with (gate, up) on the leading axis; computed in float32."""
+    gate, up = gate_up[0].astype(jnp.float32), gate_up[1].astype(jnp.float32)
+    return (jax.nn.silu(gate) * up).astype(dtype)
+
+
+def group_norm(x_BYXC: Array, norm: GroupNorm[Array], groups: int) -> Array:
+    """Group norm over rows, columns and the channels of a group (eps 1e-6); float32 result."""
+    B, Y, X, C = x_BYXC.shape
+    x = x_BYXC.astype(jnp.float32)
+    x = x.reshape(B, Y, X, groups, C // groups, out_sharding=BY_BATCH)
+    centred = x - jnp.mean(x, axis=(1, 2, 4), keepdims=True)
+    var = jnp.mean(jnp.square(centred), axis=(1, 2, 4), keepdims=True)
+    x = centred * lax.rsqrt(var + 1e-6)
+    x = x.reshape(B, Y, X, C, out_sharding=BY_BATCH)
+    return x * norm.scale.astype(jnp.float32) + norm.bias.astype(jnp.float32)
+
+
+def conv(
+    x_BYXC: Array, weights: Conv[Array], *, stride: int = 1, padding: tuple[int, int] = (1, 1)
+) -> Array:
+    """2-D convolution with (out, in, rows, columns) kernels; `padding` is (before, after) on both
+    axes. float32 result, bias included."""
+    out = lax.conv_general_dilated(
+        x_BYXC,
+        weights.kernel,
+        window_strides=(stride, stride),
+        padding=(padding, padding),
+        dimension_numbers=("NHWC", "OIHW", "NHWC"),
+        precision=precision(x_BYXC.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return out + weights.bias.astype(jnp.float32)
+
+
+def upsample(x_BYXC: Array) -> Array:
+    """Nearest-neighbour 2x: broadcast and reshape, which compiles to a copy (a resize does not)."""
+    B, Y, X, C = x_BYXC.shape
+    x = jnp.broadcast_to(x_BYXC[:, :, None, :, None, :], (B, Y, 2, X, 2, C))
+    return x.reshape(B, 2 * Y, 2 * X, C, out_sharding=BY_BATCH)

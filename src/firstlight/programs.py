@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's programs: what is compiled, for which shapes.
+
+Each call makes B = data devices x images per device pictures. m is the pixel multiple.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from firstlight import sampling
+from firstlight.compile import Program
+from firstlight.models import autoencoder, text_encoder, transformer
+from firstlight.models.params import DATA, DType
+from firstlight.sharding import abstract_params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """The three networks of one model, and the dtype they run in."""
+
+    transformer: transformer.TransformerConfig
+    text_encoder: text_encoder.TextEncoderConfig
+    vae: autoencoder.AutoencoderConfig
+    dtype: DType
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Declares each program; `batch` is the number of pictures of one call over all devices."""
+
+    arch: Architecture
+    mesh: Mesh
+    batch: int
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of image tokens of a picture in pixels."""
+        multiple = self.arch.vae.pixel_multiple
+        return height // multiple, width // multiple
+
+    def noise(self, height: int, width: int) -> Program:
+        """seeds (B,) uint32 -> token rows (B, N, 4C) float32."""
+        rows, columns = self.grid(height, width)
+        channels = self.arch.transformer.in_channels
+
+        def function(seeds_B: Array) -> tuple[Array]:
+            return (sampling.pack(sampling.noise(seeds_B, channels, rows, columns)),)
+
+        return self._program(
+            f"noise {width}x{height}", function, (self._array((self.batch,), "uint32"),)
+        )
+
+    def pack(self, height: int, width: int) -> Program:
+        """Given latents (B, 4C, H/m, W/m) float32 -> token rows (B, N, 4C)."""
+        rows, columns = self.grid(height, width)
+        latents = self._array((self.batch, self.arch.transformer.in_channels, rows, columns))
+        return self._program(f"pack {width}x{height}", lambda x: (sampling.pack(x),), (latents,))
+
+    def encode(self, length: int) -> Program:
+        """params, ids and mask (B, T) int32 -> text states (B, T, J) in the model's dtype."""
+        cfg = self.arch.text_encoder
+
+        def function(params: Any, ids_BT: Array, mask_BT: Array) -> tuple[Array]:
+            return (text_encoder.encode(params, cfg, ids_BT, mask_BT),)
+
+        ids = self._array((self.batch, length), "int32")
+        params = abstract_params(text_encoder.spec(cfg, self.arch.dtype), self.mesh)
+        return self._program(f"encode {length}", function, (params, ids, ids))
+
+    def denoise(self, height: int, width: int, length: int) -> Program:
+        """params, x (B, N, 4C) float32, text states, cos and sin of each joint token, and the
+        step's (timestep, sigma, next sigma) as float32 (3,) -> x after the step."""
+        cfg, batch = self.arch.transformer, self.batch
+        rows, columns = self.grid(height, width)
+
+        def function(params: Any, x: Array, text: Array, rope: Any, step: Array) -> tuple[Array]:
+            timestep_B = jnp.broadcast_to(step[0], (batch,), out_sharding=P(DATA))
+            velocity = transformer.denoise(params, cfg, x, text, timestep_B, rope)
+            return (sampling.euler_step(x, velocity, step[1], step[2]),)
+
+        tokens = rows * columns
+        table = self._array((length + tokens, cfg.attention_head_dim // 2), sharded=False)
+        return self._program(
+            f"denoise {width}x{height} {length}",
+            function,
+            (
+                abstract_params(transformer.spec(cfg, self.arch.dtype), self.mesh),
+                self._array((batch, tokens, cfg.in_channels)),
+                self._array((batch, length, cfg.joint_attention_dim), self.arch.dtype),
+                (table, table),
+                self._array((3,), sharded=False),
+            ),
+        )
+
+    def decode(self, height: int, width: int, output: str) -> Program:
+        """decoder params, latent statistics, x (B, N, 4C) -> the result and (B, 2) booleans: are
+        the latents and the decoded values finite. The result is, by `output`: "pil" (B, H, W, 3)
+        uint8, "np" (B, H, W, 3) float32 in [0, 1], "latent" (B, C, 2H/m, 2W/m) float32."""
+        cfg = self.arch.vae
+        rows, columns = self.grid(height, width)
+
+        def function(params: Any, stats: Any, x: Array) -> tuple[Array, Array]:
+            cells = sampling.unpack(x, rows, columns)
+            cells = sampling.denormalise(cells, stats, cfg.batch_norm_eps)
+            latents = sampling.unpatchify(cells)
+            finite = jnp.isfinite(latents).all(axis=(1, 2, 3))
+            if output == "latent":
+                return latents.transpose(0, 3, 1, 2), jnp.stack([finite, finite], axis=-1)
+            image = autoencoder.decode(params, cfg, latents)
+            both = jnp.stack([finite, jnp.isfinite(image).all(axis=(1, 2, 3))], axis=-1)
+            image = sampling.to_unit(image)
+            return (sampling.to_uint8(image) if output == "pil" else image), both
+
+        params = abstract_params(autoencoder.spec(cfg, self.arch.dtype), self.mesh)
+        x = self._array((self.batch, rows * columns, self.arch.transformer.in_channels))
+        return self._program(
+            f"decode {width}x{height} {output}", function, (params.decoder, params.stats, x), 2
+        )
+
+    def text_to_image(self, height: int, width: int, length: int, output: str) -> list[Program]:
+        """All programs of a text-to-image call, those that take longest to compile first."""
+        return [
+            self.decode(height, width, output),
+            self.denoise(height, width, length),
+            self.encode(length),
+            self.noise(height, width),
+        ]
+
+    def rope(self, height: int, width: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rotation tables that `denoise` takes, float32 on the host."""
+        ids = [sampling.text_ids(length), sampling.image_ids(*self.grid(height, width))]
+        return sampling.rope_table(self.arch.transformer, np.concatenate(ids))
+
+    def sharding(self, sharded: bool = True) -> NamedSharding:
+        """Of arguments that have one row a picture (sharded), or none (the same everywhere)."""
+        return NamedSharding(self.mesh, P(DATA) if sharded else P())
+
+    def _array(
+        self, shape: tuple[int, ...], dtype: str = "float32", *, sharded: bool = True
+    ) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(sharded))
+
+    def _program(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], outputs: int = 1
+    ) -> Program:
+        identity = {"architecture": self.arch.identity, "batch": self.batch}
+        return Program(name, function, args, identity, outputs)

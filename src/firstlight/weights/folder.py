@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model folder in diffusers' layout, checked as a whole before any weight is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from firstlight.errors import CheckpointError, ConfigError
+from firstlight.models import variants
+from firstlight.models.params import DTYPE_BYTES, DType
+from firstlight.models.specs import autoencoder, text_encoder, transformer
+from firstlight.models.specs.fields import Fields
+from firstlight.models.specs.scheduler import SchedulerConfig
+from firstlight.weights import klein
+from firstlight.weights.load import Plan, plan
+from firstlight.weights.reader import open_component
+
+COMPONENTS: dict[str, str] = {
+    "scheduler": "scheduler/scheduler_config.json",
+    "text_encoder": "text_encoder/config.json",
+    "tokenizer": "tokenizer/tokenizer.json",
+    "transformer": "transformer/config.json",
+    "vae": "vae/config.json",
+}
+"""The file that each component of `model_index.json` must have."""
+
+STEMS = {
+    "text_encoder": "model",
+    "transformer": "diffusion_pytorch_model",
+    "vae": "diffusion_pytorch_model",
+}
+"""Names of the weight files of each component, without their endings."""
+
+CLASSES = {
+    "scheduler": ("FlowMatchEulerDiscreteScheduler",),
+    "text_encoder": ("Qwen3ForCausalLM", "Qwen3Model"),
+    "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast"),
+    "transformer": ("Flux2Transformer2DModel",),
+    "vae": ("AutoencoderKLFlux2",),
+}
+"""Classes that `model_index.json` may name."""
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """A complete, consistent model on disk. `plans` read its weights; nothing is read yet."""
+
+    path: Path
+    name: str
+    revision: str | None
+    class_name: str
+    dtype: DType
+    is_distilled: bool
+    max_sequence_length: int
+    default_size: int
+    transformer: transformer.TransformerConfig
+    text_encoder: text_encoder.TextEncoderConfig
+    vae: autoencoder.AutoencoderConfig
+    scheduler: SchedulerConfig
+    specs: Mapping[str, Any]
+    plans: Mapping[str, Plan]
+
+    @property
+    def variant(self) -> variants.Variant:
+        return variants.variant(is_distilled=self.is_distilled)
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
+
+@dataclass(frozen=True)
+class _Index:
+    """What `model_index.json` says."""
+
+    class_name: str
+    is_distilled: bool
+    max_sequence_length: int
+    out_layers: tuple[int, ...]
+    default_size: int
+
+
+class _Faults(list[str]):
+    """Collects the problems of steps that raise CheckpointError, so that later steps still run."""
+
+    def attempt(self, step: Callable[[], Config]) -> Config | None:
+        try:
+            return step()
+        except CheckpointError as error:
+            self.extend(error.problems or (str(error),))
+            return None
+
+
+def open_model(
+    path: str | Path,
+    *,
+    dtype: str,
+    is_distilled: bool | None = None,
+    name: str | None = None,
+    revision: str | None = None,
+) -> ModelFolder:
+    """Read every JSON file and weight header of the model in `path` and check that all fit.
+
+    Args:
+        dtype: the parameters' final dtype, `"bfloat16"` or `"float32"`.
+        is_distilled: overrides `model_index.json`.
+        name, revision: how the model is called in messages and metadata; the path by default.
+
+    Raises:
+        CheckpointError: lists every fault of every file. ConfigError: an unknown dtype.
+    """
+    path = Path(path)
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
+    made = _Opening(path, dtype)
+    if made.faults:
+        raise CheckpointError(f"the model in {path} cannot be loaded", tuple(made.faults))
+    index = made.index
+    return ModelFolder(
+        path=path,
+        name=name or str(path),
+        revision=revision,
+        class_name=index.class_name,
+        dtype=dtype,
+        is_distilled=index.is_distilled if is_distilled is None else is_distilled,
+        max_sequence_length=index.max_sequence_length,
+        default_size=index.default_size,
+        transformer=made.transformer,
+        text_encoder=made.text_encoder,
+        vae=made.vae,
+        scheduler=made.scheduler,
+        specs=made.specs,
+        plans=made.plans,
+    )
+
+
+class _Opening:
+    """The checks of `open_model`, in order. Attributes are complete if there are no `faults`."""
+
+    index: Any
+    transformer: Any
+    text_encoder: Any
+    vae: Any
+    scheduler: Any
+
+    def __init__(self, path: Path, dtype: DType) -> None:
+        self.path = path
+        self.dtype: DType = dtype
+        self.faults = _Faults()
+        self.specs: dict[str, Any] = {}
+        self.plans: dict[str, Plan] = {}
+        attempt = self.faults.attempt
+        self.index = attempt(lambda: _read_index(path))
+        if self.index is None:
+            return  # some other kind of model or no model at all: more faults would only confuse
+        if not (path / COMPONENTS["tokenizer"]).is_file():
+            self.faults.append(f"{COMPONENTS['tokenizer']} is missing")
+        self.transformer = attempt(
+            lambda: transformer.TransformerConfig.from_json(self._json("transformer"))
+        )
+        self.text_encoder = attempt(self._text_encoder)
+        self.vae = attempt(lambda: autoencoder.AutoencoderConfig.from_json(self._json("vae")))
+        self.scheduler = attempt(lambda: SchedulerConfig.from_json(self._json("scheduler")))
+        self._check_fit()
+        self._plan()
+
+    def _json(self, component: str) -> dict[str, Any]:
+        return _read_json(self.path / COMPONENTS[component])
+
+    def _text_encoder(self) -> text_encoder.TextEncoderConfig:
+        return text_encoder.TextEncoderConfig.from_json(
+            self._json("text_encoder"), self.index.out_layers
+        )
+
+    def _check_fit(self) -> None:
+        """The three networks must speak of the same widths."""
+        tf, te, vae = self.transformer, self.text_encoder, self.vae
+        if tf and te and te.output_width != tf.joint_attention_dim:
+            self.faults.append(
+                f"the text encoder does not fit the transformer: {len(te.out_layers)} taps x "
+                f"hidden_size {te.hidden_size} = {te.output_width}; joint_attention_dim is "
+                f"{tf.joint_attention_dim}"
+            )
+        if tf and vae and vae.token_channels != tf.in_channels:
+            self.faults.append(
+                f"the vae does not fit the transformer: 4 x latent_channels "
+                f"{vae.latent_channels} = {vae.token_channels}; in_channels is {tf.in_channels}"
+            )
+
+    def _plan(self) -> None:
+        tables = (
+            ("text_encoder", text_encoder, klein.text_encoder_rules, klein.text_encoder_unread),
+            ("transformer", transformer, klein.transformer_rules, lambda cfg: ()),
+            (
+                "vae", autoencoder, klein.autoencoder_rules,
+                lambda cfg: klein.AUTOENCODER_UNREAD,
+            ),
+        )  # fmt: skip
+        for component, module, rules, unread in tables:
+            cfg = getattr(self, component)
+            if cfg is None:
+                continue
+            files = open_component(self.path / component, STEMS[component])
+            self.specs[component] = module.spec(cfg, self.dtype)
+            made = plan(self.specs[component], rules(cfg), files, unread(cfg))
+            self.faults += made.problems
+            self.plans[component] = made
+
+
+def _read_index(path: Path) -> _Index:
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder")
+    f = Fields(_read_json(path / "model_index.json"), "model_index.json")
+    class_name = f.data.get("_class_name")
+    if class_name not in variants.PIPELINE_CLASSES:
+        f.fault(
+            "_class_name", class_name, f"one of {', '.join(variants.PIPELINE_CLASSES)} is needed"
+        )
+    for component, allowed in CLASSES.items():
+        named = f.data.get(component)
+        if named is not None and (not isinstance(named, list) or named[-1] not in allowed):
+            f.fault(component, named, f"one of {', '.join(allowed)} is needed")
+    index = _Index(
+        class_name=str(class_name),
+        is_distilled=f.flag("is_distilled", class_name == variants.KV_PIPELINE),
+        max_sequence_length=f.integer("max_sequence_length", variants.MAX_SEQUENCE_LENGTH),
+        out_layers=f.integers("text_encoder_out_layers", variants.OUT_LAYERS, minimum=0),
+        default_size=f.integer("default_size", variants.DEFAULT_SIZE),
+    )
+    f.done()
+    return index
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    where = path.name if path.name == "model_index.json" else f"{path.parent.name}/{path.name}"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{where} is missing") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{where} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{where} is no JSON object")
+    return content

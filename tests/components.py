@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model folder's networks, loaded by the package and called one at a time on NumPy arrays.
+
+Arrays have the reference's layout: pictures and latents (B, C, Y, X), token rows (B, N, C).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from firstlight import sampling
+from firstlight.models import autoencoder, text_encoder, transformer
+from firstlight.models.params import DATA
+from firstlight.pipeline import _load
+from firstlight.progress import silent
+from firstlight.sharding import make_mesh
+from firstlight.weights.folder import open_model
+
+
+class Components:
+    """The three networks of one folder on one device, each function compiled on first use."""
+
+    def __init__(self, folder: Path, dtype: str = "float32") -> None:
+        self.mesh = make_mesh()
+        self.model = open_model(folder, dtype=dtype)
+        self.weights = _load(self.model, self.mesh, silent)
+
+    def text(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """(B, T) int32 token ids and mask -> text states (B, T, J)."""
+        cfg = self.model.text_encoder
+        weights = self.weights.text_encoder
+        return self._run(lambda p, *a: text_encoder.encode(p, cfg, *a), weights, ids, mask)
+
+    def velocity(
+        self, x: np.ndarray, text: np.ndarray, timestep: np.ndarray, image_ids: np.ndarray
+    ) -> np.ndarray:
+        """One transformer call: x (B, N, C), text (B, T, J), timestep (B,), image_ids (N, 4)."""
+        cfg = self.model.transformer
+        ids = np.concatenate([sampling.text_ids(text.shape[1]), image_ids])
+        rope = sampling.rope_table(cfg, ids)
+        return self._run(
+            lambda p, rope, *a: transformer.denoise(p, cfg, *a, rope),
+            self.weights.transformer,
+            x,
+            text,
+            timestep,
+            shared=rope,
+        )
+
+    def encode(self, image: np.ndarray) -> np.ndarray:
+        """(B, 3, Y, X) in [-1, 1] -> mean latents (B, C, y, x)."""
+        cfg, weights = self.model.vae, self.weights.vae.encoder
+        rows = self._run(lambda p, x: autoencoder.encode(p, cfg, x), weights, _last(image))
+        return rows.transpose(0, 3, 1, 2)
+
+    def decode(self, latents: np.ndarray) -> np.ndarray:
+        """(B, C, y, x) -> (B, 3, Y, X) around [-1, 1]."""
+        cfg, weights = self.model.vae, self.weights.vae.decoder
+        rows = self._run(lambda p, x: autoencoder.decode(p, cfg, x), weights, _last(latents))
+        return rows.transpose(0, 3, 1, 2)
+
+    def _run(
+        self, function: Callable[..., Any], params: Any, *batched: np.ndarray, shared: Any = None
+    ) -> np.ndarray:
+        """`function(params, [shared,] *batched)`, compiled, on arrays placed as the engine does."""
+        with jax.set_mesh(self.mesh):
+            rows = [jax.device_put(a, NamedSharding(self.mesh, P(DATA))) for a in batched]
+            if shared is not None:
+                rows.insert(0, jax.device_put(shared, NamedSharding(self.mesh, P())))
+            return np.asarray(jax.jit(function)(params, *rows))
+
+
+def _last(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x.transpose(0, 2, 3, 1))

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of diffusers and transformers for tiny models whose weights are an integer hash.
+
+The reference computed them in float32 from the same hash; no library of its is needed here. Names
+and shapes of the tensors go through the real loader, so the weight tables are tested as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from firstlight import sampling
+from firstlight.programs import Architecture, Programs
+from tests import hashfill, keys
+from tests.components import Components
+
+ATOL = 3e-3
+"""The values reach 20 and grow through the blocks: float32 and float64 runs of the reference
+itself differ by up to 1e-3."""
+
+TINY_TRANSFORMER = {
+    "_class_name": "Flux2Transformer2DModel",
+    "patch_size": 1,
+    "in_channels": 4,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 16,
+    "timestep_guidance_channels": 256,
+    "mlp_ratio": 3.0,
+    "axes_dims_rope": [4, 4, 4, 4],
+    "guidance_embeds": False,
+}
+QWEN = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
+# One level: a latent cell per pixel, two pixels per token side.
+TINY = {
+    "transformer": TINY_TRANSFORMER,
+    "text_encoder": QWEN | {"hidden_size": 16},
+    "vae": {
+        "_class_name": "AutoencoderKLFlux2",
+        "down_block_types": ["DownEncoderBlock2D"],
+        "up_block_types": ["UpDecoderBlock2D"],
+        "block_out_channels": [4],
+        "layers_per_block": 1,
+        "latent_channels": 1,
+        "norm_num_groups": 1,
+        "sample_size": 32,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+    },
+    "taps": [1],
+}
+LEVELS = {
+    "transformer": TINY_TRANSFORMER | {"in_channels": 16, "joint_attention_dim": 96},
+    "text_encoder": QWEN,
+    "vae": {
+        "_class_name": "AutoencoderKLFlux2",
+        "down_block_types": ["DownEncoderBlock2D"] * 2,
+        "up_block_types": ["UpDecoderBlock2D"] * 2,
+        "block_out_channels": [8, 16],
+        "decoder_block_out_channels": [4, 8],
+        "layers_per_block": 2,
+        "latent_channels": 4,
+        "norm_num_groups": 4,
+        "sample_size": 32,
+    },
+    "taps": [1, 2, 3],
+}
+
+
+def write(folder: Path, model: dict[str, Any]) -> Path:
+    """A model folder in diffusers' layout with hashed float32 weights."""
+    shapes = {
+        "transformer": keys.transformer,
+        "text_encoder": keys.text_encoder,
+        "vae": keys.autoencoder,
+    }
+    for part, names in shapes.items():
+        (folder / part).mkdir(parents=True)
+        (folder / part / "config.json").write_text(json.dumps(model[part]))
+        stem = "model" if part == "text_encoder" else "diffusion_pytorch_model"
+        tensors = hashfill.weights(names(model[part]))
+        hashfill.save(folder / part / f"{stem}.safetensors", tensors)
+    (folder / "scheduler").mkdir()
+    scheduler = {"use_dynamic_shifting": True, "shift": 3.0}
+    (folder / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler))
+    demo = Path(sampling.__file__).parent / "data/demo"
+    shutil.copytree(demo / "tokenizer", folder / "tokenizer")
+    index = json.loads((demo / "model_index.json").read_text())
+    index |= {"text_encoder_out_layers": model["taps"], "max_sequence_length": 10}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return Components(write(tmp_path_factory.mktemp("models") / "tiny", TINY))
+
+
+@pytest.fixture(scope="module")
+def levels(tmp_path_factory):
+    return Components(write(tmp_path_factory.mktemp("models") / "levels", LEVELS))
+
+
+def check(array: np.ndarray, total: float, absolute: float, first: list[float]) -> None:
+    """Compare with the reference's sum, sum of absolute values and first values.
+
+    Rounding errors of n elements are independent of each other, so a sum of theirs grows with
+    the square root of n; a fault that shifts every element by ATOL would exceed that.
+    """
+    assert array.dtype == np.float32
+    np.testing.assert_allclose(array.ravel()[: len(first)], first, rtol=0, atol=ATOL)
+    slack = ATOL * math.sqrt(array.size)
+    assert array.sum(dtype=np.float64) == pytest.approx(total, rel=0, abs=slack)
+    assert np.abs(array).sum(dtype=np.float64) == pytest.approx(absolute, rel=0, abs=slack)
+
+
+def test_hash():
+    expected = [-0.3467042316, 0.0679373352, 0.2979130198]
+    expected += [-0.0430902776, -0.4933267392, -0.4243126216]
+    np.testing.assert_allclose(hashfill.hashed(6, 0), expected, rtol=0, atol=5e-11)
+
+
+def test_t1_transformer(tiny):
+    out = tiny.velocity(
+        hashfill.tensor(1, (1, 12, 4)),
+        hashfill.tensor(3, (1, 7, 16)),
+        np.float32([0.7]),
+        sampling.image_ids(3, 4),
+    )
+    assert out.shape == (1, 12, 4)
+    first = [-2.75522, 2.04852, 5.36711, -12.14323, -12.62094, 7.85352]
+    check(out, -130.799, 362.300, first)
+
+
+def test_t2_transformer_with_reference_tokens(tiny):
+    out = tiny.velocity(
+        np.concatenate([hashfill.tensor(1, (1, 12, 4)), hashfill.tensor(2, (1, 6, 4))], axis=1),
+        hashfill.tensor(3, (1, 7, 16)),
+        np.float32([0.7]),
+        np.concatenate([sampling.image_ids(3, 4), sampling.image_ids(2, 3, time=10)]),
+    )
+    assert out.shape == (1, 18, 4)
+    first = [-8.52535, -4.60099, 4.67297, -11.20140, -3.86318, 0.75035]
+    check(out, -319.386, 465.097, first)
+
+
+def test_v1_autoencoder_encode(levels):
+    out = levels.encode(hashfill.tensor(4, (1, 3, 16, 12)))
+    assert out.shape == (1, 4, 8, 6)
+    first = [-0.56655, -1.95879, -1.00362, -0.79360, -0.09435, -0.39345]
+    check(out, -80.5799, 227.823, first)
+
+
+def test_v2_autoencoder_decode(levels):
+    out = levels.decode(hashfill.tensor(5, (1, 4, 8, 6)))
+    assert out.shape == (1, 3, 16, 12)
+    first = [-0.09344, -0.17948, -0.55536, -0.08368, -0.69009, -0.28016]
+    check(out, 20.5210, 389.932, first)
+
+
+def test_q1_text_encoder(levels):
+    ids = ((7 * np.arange(10) + 3) % 64).astype(np.int32)[None]
+    mask = np.array([[1] * 6 + [0] * 4], np.int32)
+    out = levels.text(ids, mask)
+    assert out.shape == (1, 10, 96)
+    check(out, 583.017, 4720.015, [2.46581, -0.47262, -3.33770, -0.87576, 7.29235, 4.02244])
+    # The first pad: it sees every token and no pad, itself included.
+    row = [2.88524, 0.26155, 8.08355, -7.04099, -2.69841, -0.60869]
+    check(out[0, 6], 65.8756, 457.734, row)
+
+
+@pytest.fixture(scope="module")
+def p1(tiny):
+    """Decodes two steps of text to image, from given text states, as an output type."""
+    model = tiny.model
+    arch = Architecture(
+        transformer=model.transformer,
+        text_encoder=model.text_encoder,
+        vae=model.vae,
+        dtype="float32",
+    )
+    programs = Programs(arch, tiny.mesh, batch=1)
+    height = width = 8
+    text = hashfill.tensor(6, (1, 7, 16))
+    levels = sampling.sigmas(model.scheduler, 2, tokens=16)
+    np.testing.assert_allclose(levels, [1, 0.87657392, 0], rtol=0, atol=6.5e-8)
+
+    def call(program, *args):
+        with jax.set_mesh(tiny.mesh):
+            # Placed like the abstract arguments that the program is compiled for.
+            placed = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), args, program.args)
+            return jax.jit(program.function)(*placed)
+
+    (x,) = call(programs.pack(height, width), hashfill.tensor(8, (1, 4, 4, 4)))
+    rope = programs.rope(height, width, 7)
+    step = programs.denoise(height, width, 7)
+    for now, following in pairwise(levels):
+        times = np.array([now, now, following], np.float32)
+        (x,) = call(step, tiny.weights.transformer, x, text, rope, times)
+
+    def decode(output: str) -> np.ndarray:
+        vae = tiny.weights.vae
+        out, finite = call(programs.decode(height, width, output), vae.decoder, vae.stats, x)
+        assert np.asarray(finite).all()
+        return np.asarray(out)
+
+    return decode
+
+
+def test_p1_latents(p1):
+    latents = p1("latent")
+    assert latents.shape == (1, 1, 8, 8)
+    first = [8.70035, -2.78637, 5.97448, -2.86193, 7.55066, -7.96304]
+    check(latents, 29.6305, 481.934, first)
+
+
+def test_p1_picture(p1):
+    image = p1("np").transpose(0, 3, 1, 2)
+    assert image.shape == (1, 3, 8, 8)
+    check(image, 95.8534, 95.8534, [0, 0.72400, 0.06823, 0.91645, 0, 0.74456])
+
+
+def test_p1_bytes(p1):
+    image = p1("pil")
+    assert image.shape == (1, 8, 8, 3) and image.dtype == np.uint8
+    assert image.ravel()[:9].tolist() == [0, 119, 159, 185, 214, 180, 17, 111, 255]
+    assert image.sum(dtype=np.int64) == 24437
