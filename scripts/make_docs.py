@@ -58,8 +58,8 @@ Results go to stdout, everything else to stderr. `generate` prints one line for 
 path, a tab, and its seed. With `--json` it prints one document instead:
 
 - `images`: a list of `path`, `seed`, `prompt` and `metadata` (what the PNG file carries);
-- `timings`: seconds since the process started, by part: `start` (up to this command), `load`,
-  `generate`, `save`, `other`, and their sum `total`; `stages` divides `generate` further;
+- `timings`: seconds since the process started, by part: `start` (up to this command), `import`,
+  `load`, `generate`, `save`, `other`, and their sum `total`; `stages` divides some of them further;
 - `repeat`: the `seconds` of each repetition, their `min` and `median`.
 
 Exit codes: 0 success, 1 failure, 2 wrong usage or setting, 130 interrupted with Ctrl-C. A failure

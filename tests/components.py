@@ -18,10 +18,9 @@ from jax.sharding import PartitionSpec as P
 from firstlight import sampling
 from firstlight.models import autoencoder, text_encoder, transformer
 from firstlight.models.params import DATA
-from firstlight.pipeline import _load
-from firstlight.progress import silent
-from firstlight.sharding import make_mesh
+from firstlight.sharding import make_mesh, param_shardings
 from firstlight.weights.folder import open_model
+from firstlight.weights.place import place
 
 
 class Components:
@@ -30,12 +29,15 @@ class Components:
     def __init__(self, folder: Path, dtype: str = "float32") -> None:
         self.mesh = make_mesh()
         self.model = open_model(folder, dtype=dtype)
-        self.weights = _load(self.model, self.mesh, silent)
+        self.weights = {
+            name: place(self.model.plans[name], param_shardings(specs, self.mesh))
+            for name, specs in self.model.specs.items()
+        }
 
     def text(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """(B, T) int32 token ids and mask -> text states (B, T, J)."""
         cfg = self.model.text_encoder
-        weights = self.weights.text_encoder
+        weights = self.weights["text_encoder"]
         return self._run(lambda p, *a: text_encoder.encode(p, cfg, *a), weights, ids, mask)
 
     def velocity(
@@ -47,7 +49,7 @@ class Components:
         rope = sampling.rope_table(cfg, ids)
         return self._run(
             lambda p, rope, *a: transformer.denoise(p, cfg, *a, rope),
-            self.weights.transformer,
+            self.weights["transformer"],
             x,
             text,
             timestep,
@@ -56,13 +58,13 @@ class Components:
 
     def encode(self, image: np.ndarray) -> np.ndarray:
         """(B, 3, Y, X) in [-1, 1] -> mean latents (B, C, y, x)."""
-        cfg, weights = self.model.vae, self.weights.vae.encoder
+        cfg, weights = self.model.vae, self.weights["vae"].encoder
         rows = self._run(lambda p, x: autoencoder.encode(p, cfg, x), weights, _last(image))
         return rows.transpose(0, 3, 1, 2)
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """(B, C, y, x) -> (B, 3, Y, X) around [-1, 1]."""
-        cfg, weights = self.model.vae, self.weights.vae.decoder
+        cfg, weights = self.model.vae, self.weights["vae"].decoder
         rows = self._run(lambda p, x: autoencoder.decode(p, cfg, x), weights, _last(latents))
         return rows.transpose(0, 3, 1, 2)
 

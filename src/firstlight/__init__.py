@@ -6,10 +6,10 @@ The names below are imported when first used, so that `import firstlight` costs 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # what `typing` calls so; importing that would cost more than all the rest
 if TYPE_CHECKING:
+    from typing import Any
+
     from firstlight.errors import (
         CheckpointError,
         ConfigError,
@@ -38,6 +38,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    import importlib
+
     if name == "__version__":
         from importlib.metadata import version
 

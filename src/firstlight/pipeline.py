@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from PIL import Image
 
 from firstlight import environment
-from firstlight.compile import Compiler
+from firstlight.compile import Compiler, Executable
 from firstlight.engine import Clock, Engine, Picture, Weights
 from firstlight.errors import ConfigError, FirstlightError, RequestError
 from firstlight.executable_cache import ExecutableCache
@@ -106,42 +106,25 @@ class Pipeline:
         )  # fmt: skip
         _refuse_unbuilt(later, ConfigError)
         clock = Clock()
-        found = resolve(
-            str(model), revision=revision, offline=offline, cache_dir=cache_dir, progress=progress
-        )
-        folder = open_model(
-            found.path,
-            dtype=dtype,
-            is_distilled=is_distilled,
-            name=found.name,
-            revision=found.revision,
-        )
         mesh = _mesh(mesh)
-        arch = Architecture(
-            transformer=folder.transformer,
-            text_encoder=folder.text_encoder,
-            vae=folder.vae,
-            dtype=folder.dtype,
-        )
-        limits = _limits(folder)
-        batch = mesh.shape["data"] * _positive("images_per_device", images_per_device)
-        programs = Programs(arch, mesh, batch)
+        batch = mesh.shape[DATA] * _positive("images_per_device", images_per_device)
+        folder = _find(str(model), revision, offline, cache_dir, dtype, is_distilled, progress)
+        programs = Programs(_architecture(folder), mesh, batch)
         clock.lap("resolve")
-
         compiler = Compiler(mesh, ExecutableCache.open() if executable_cache else None)
-        futures = []
-        for height, width in sizes or [(folder.default_size,) * 2]:
-            limits.check_size(height, width)
-            length = folder.max_sequence_length
-            for program in programs.text_to_image(height, width, length, "pil"):
-                futures.append(compiler.submit(program))
-        reader = Tokenizer.from_folder(folder.tokenizer, folder.text_encoder.vocab_size)
-        weights = _load(folder, mesh, progress)
-        clock.lap("load")
-        for done, future in enumerate(as_completed(futures), 1):
-            future.result()
-            progress("compile", done, len(futures))
-        clock.lap("compile_wait")
+        try:
+            compiling = _start_compiling(folder, programs, compiler, sizes)
+            progress("compile", 0, len(compiling))
+            reader = Tokenizer.from_folder(folder.tokenizer, folder.text_encoder.vocab_size)
+            weights = _load(folder, mesh, progress)
+            clock.lap("load")
+            for done, future in enumerate(as_completed(compiling), 1):
+                future.result()
+                progress("compile", done, len(compiling))
+            clock.lap("compile_wait")
+        except BaseException:
+            compiler.close()
+            raise
         engine = Engine(
             programs=programs,
             compiler=compiler,
@@ -271,11 +254,57 @@ def _limits(folder: ModelFolder) -> Limits:
     )
 
 
+def _find(
+    model: str,
+    revision: str | None,
+    offline: bool,
+    cache_dir: str | Path | None,
+    dtype: str,
+    is_distilled: bool | None,
+    progress: Progress,
+) -> ModelFolder:
+    found = resolve(
+        model, revision=revision, offline=offline, cache_dir=cache_dir, progress=progress
+    )
+    return open_model(
+        found.path,
+        dtype=dtype,
+        is_distilled=is_distilled,
+        name=found.name,
+        revision=found.revision,
+    )
+
+
+def _architecture(folder: ModelFolder) -> Architecture:
+    return Architecture(
+        transformer=folder.transformer,
+        text_encoder=folder.text_encoder,
+        vae=folder.vae,
+        dtype=folder.dtype,
+    )
+
+
+def _start_compiling(
+    folder: ModelFolder,
+    programs: Programs,
+    compiler: Compiler,
+    sizes: Sequence[tuple[int, int]] | None,
+) -> list[Future[Executable]]:
+    """Submit the programs of every size; sizes are checked before any is."""
+    sizes = [(folder.default_size, folder.default_size)] if sizes is None else sizes
+    for height, width in sizes:
+        _limits(folder).check_size(height, width)
+    length = folder.max_sequence_length
+    wanted = [p for size in sizes for p in programs.text_to_image(*size, length, "pil")]
+    return list(dict.fromkeys(compiler.submit(program) for program in wanted))
+
+
 def _load(folder: ModelFolder, mesh: Mesh, progress: Progress) -> Weights:
     """Stream the parameters of text to image onto the devices."""
     plans = dict(folder.plans, vae=folder.plans["vae"].only("decoder", "stats"))
     specs = dict(folder.specs, vae=dataclasses.replace(folder.specs["vae"], encoder=None))
     total = sum(plan.nbytes for plan in plans.values())
+    progress("load", 0, total)
     counter = Counter(lambda count: progress("load", count, total))
     trees = {
         name: place(plans[name], param_shardings(specs[name], mesh), on_bytes=counter.add)

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from firstlight.config import MAX_SEED
 from firstlight.errors import FirstlightWarning, RequestError
 from firstlight.models.variants import Variant
 from firstlight.sampling import check_size
 
-MAX_SEED = 2**32 - 1
 MAX_STEPS = 1000
 MAX_TOKENS = 16384
 """4 megapixels at 16 pixels a token side."""
@@ -116,7 +116,7 @@ def _prompts(prompt: Any) -> tuple[str, ...]:
 def _seeds(seed: int | Sequence[int] | None, count: int) -> tuple[int, ...]:
     if seed is None:
         seed = secrets.randbelow(MAX_SEED - count + 2)
-    if isinstance(seed, int):
+    if isinstance(seed, str) or not isinstance(seed, Sequence):
         first = _integer("seed", seed, 0, MAX_SEED)
         if first + count - 1 > MAX_SEED:
             raise RequestError(

@@ -43,8 +43,8 @@ class Command:
         self.pipes: list[FakePipeline] = []
         self.environment: dict = {}
 
-    def open(self, engine, picture, display):
-        self.pipes.append(FakePipeline(engine, picture, display, **self.environment))
+    def open(self, *arguments):
+        self.pipes.append(FakePipeline(*arguments, **self.environment))
         return self.pipes[-1]
 
     def __call__(self, *arguments) -> Finished:

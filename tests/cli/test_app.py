@@ -48,6 +48,14 @@ sys.exit(any(name in sys.modules for name in {HEAVY}))
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def test_the_pipeline_is_a_public_name():
+    import firstlight
+    from firstlight import pipeline
+
+    assert firstlight.Pipeline is pipeline.Pipeline
+    assert firstlight.Result is pipeline.Result
+
+
 def test_a_name_the_package_does_not_have_is_an_attribute_error():
     import firstlight
 

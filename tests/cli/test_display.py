@@ -63,6 +63,15 @@ def test_a_long_stage_tells_that_it_is_alive(capsys, monkeypatch):
     ]
 
 
+def test_every_step_is_told_on_request_but_not_every_chunk_of_a_file(capsys):
+    lines = Lines(every=True)
+    for stage in ("load", "denoise"):
+        for done in range(4):
+            lines.advance(stage, done, 3)
+    told = [line.split(" in ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert [line.split(" ")[0] for line in told] == ["load"] + ["denoise"] * 4
+
+
 def test_a_stage_without_work_is_not_told(capsys):
     Lines().advance("compile", 0, 0)
     assert capsys.readouterr().err == ""

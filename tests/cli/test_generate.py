@@ -87,9 +87,10 @@ def test_json_is_one_document(command):
     timings = document["timings"]
     stages = timings.pop("stages")
     total = timings.pop("total")
-    assert set(timings) == {"start", "load", "generate", "save", "other"}
+    assert set(timings) == {"start", "import", "generate", "save", "other"}
     assert sum(timings.values()) == pytest.approx(total)
-    assert set(stages) == {"encode", "denoise", "decode"}
+    assert set(stages["load"]) == {"resolve", "load"}
+    assert set(stages["generate"]) == {"encode", "denoise", "decode"}
     assert len(document["repeat"]["seconds"]) == 1
 
 
@@ -183,7 +184,7 @@ def test_quiet_ordinary_and_verbose_tell_more_and_more(command):
     assert [line.split()[:4] for line in lines["--verbose"] if line.startswith("denoise")] == [
         ["denoise", str(step), "of", "3"] for step in (1, 2, 3)
     ]
-    assert "  decode 0.100 s" in lines["--verbose"]
+    assert "generate: decode 0.100 s" in lines["--verbose"]
 
 
 @pytest.mark.parametrize(
@@ -200,6 +201,7 @@ def test_the_pipeline_is_opened_with_the_engine_settings_and_the_size(monkeypatc
     from types import ModuleType, SimpleNamespace
 
     from firstlight.cli import generate
+    from firstlight.cli.clock import Budget
     from firstlight.config import EngineConfig, GenerateConfig
 
     opened = {}
@@ -214,5 +216,7 @@ def test_the_pipeline_is_opened_with_the_engine_settings_and_the_size(monkeypatc
     monkeypatch.setitem(sys.modules, "firstlight.pipeline", module)
     display = SimpleNamespace(advance=print)
     engine = EngineConfig(model="m", dtype="float32", is_distilled=False, images_per_device=2)
-    generate._open_pipeline(engine, GenerateConfig(**given), display)
+    budget = Budget()
+    generate._open_pipeline(engine, GenerateConfig(**given), display, budget)
+    assert {"import", "load"} <= set(budget.seconds)
     assert opened == {**vars(engine), "sizes": sizes, "progress": print}

@@ -219,10 +219,10 @@ def p1(tiny):
     step = programs.denoise(height, width, 7)
     for now, following in pairwise(levels):
         times = np.array([now, now, following], np.float32)
-        (x,) = call(step, tiny.weights.transformer, x, text, rope, times)
+        (x,) = call(step, tiny.weights["transformer"], x, text, rope, times)
 
     def decode(output: str) -> np.ndarray:
-        vae = tiny.weights.vae
+        vae = tiny.weights["vae"]
         out, finite = call(programs.decode(height, width, output), vae.decoder, vae.stats, x)
         assert np.asarray(finite).all()
         return np.asarray(out)

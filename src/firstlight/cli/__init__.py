@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
-from typing import NoReturn
+
+TYPE_CHECKING = False  # not from `typing`: until main() runs, Ctrl-C ends in a traceback
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 
 def main() -> NoReturn:
@@ -32,6 +34,8 @@ def main() -> NoReturn:
 
 
 def _exit_interrupted() -> NoReturn:
+    import signal
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     print("firstlight: interrupted", file=sys.stderr, flush=True)
     # An ordinary exit waits for threads inside the compiler, which cannot be told to stop. What

@@ -17,7 +17,8 @@ from firstlight.progress import Stage
 
 _BYTES = ("download", "load")
 _UNITS = {"compile": "programs", "encode": "prompts", "denoise": "steps"}
-# A log shows that a long stage is alive, without a line for every advance.
+# A log shows that a long stage is alive, without a line for every advance. Chunks of files advance
+# hundreds of times a second, so they get no line each even where every step does.
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -106,7 +107,8 @@ class Lines(Display):
                 del self._begun[stage], self._told[stage]
             # A stage without work (nothing to compile) is not worth a line.
             worth = finished and (running or total > 0)
-            if not (worth or self._every or now - told >= _SECONDS_BETWEEN_LINES):
+            every = self._every and stage not in _BYTES
+            if not (worth or every or now - told >= _SECONDS_BETWEEN_LINES):
                 return
             if not finished:
                 self._told[stage] = now

@@ -33,10 +33,9 @@ def run_generate(
     _check_seed(picture, len(prompts) * picture.num_images)
     _check_profile(picture.profile)
     with make_display(report) as display:
-        with budget.part("load"):
-            pipe = _open_pipeline(engine, picture, display)
-            gc.freeze()  # what is alive now stays; see main()
-            gc.enable()
+        pipe = _open_pipeline(engine, picture, display, budget)
+        gc.freeze()  # what is alive now stays; see main()
+        gc.enable()
         with _profiler(picture.profile):
             result, seconds = _draw(pipe, prompts, picture, display)
         budget.seconds["generate"] = sum(seconds)
@@ -47,12 +46,16 @@ def run_generate(
         with budget.part("save"):
             paths = _save(result, names, picture, display)
         timings = budget.close()
-        _tell_times(display, timings, seconds, result.timings if report.verbose else {})
-    _print_results(result, paths, {**timings, "stages": result.timings}, seconds, report)
+        stages = {"load": pipe.load_timings, "generate": result.timings}
+        _tell_times(display, timings, seconds, stages if report.verbose else {})
+    _print_results(result, paths, {**timings, "stages": stages}, seconds, report)
 
 
-def _open_pipeline(engine: EngineConfig, picture: GenerateConfig, display: Display) -> Pipeline:
-    from firstlight.pipeline import Pipeline
+def _open_pipeline(
+    engine: EngineConfig, picture: GenerateConfig, display: Display, budget: Budget
+) -> Pipeline:
+    with budget.part("import"):
+        from firstlight.pipeline import Pipeline
 
     settings = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
     sizes = None
@@ -60,9 +63,10 @@ def _open_pipeline(engine: EngineConfig, picture: GenerateConfig, display: Displ
         sizes = [(picture.height, picture.width)]
     elif picture.width is not None or picture.height is not None:
         sizes = []  # half of the size is the model's own, known when it is open
-    return Pipeline.from_pretrained(
-        settings.pop("model"), **settings, sizes=sizes, progress=display.advance
-    )
+    with budget.part("load"):
+        return Pipeline.from_pretrained(
+            settings.pop("model"), **settings, sizes=sizes, progress=display.advance
+        )
 
 
 def _prompts(picture: GenerateConfig) -> list[str]:
@@ -144,14 +148,18 @@ def _save(result: Result, names: Naming, picture: GenerateConfig, display: Displ
 
 
 def _tell_times(
-    display: Display, timings: dict[str, float], seconds: list[float], stages: dict[str, float]
+    display: Display,
+    timings: dict[str, float],
+    seconds: list[float],
+    stages: dict[str, dict[str, float]],
 ) -> None:
     if len(seconds) > 1:
         for turn, value in enumerate(seconds, 1):
             display.note(f"repetition {turn} of {len(seconds)}: {value:.3f} s")
         display.note(f"min {min(seconds):.3f} s, median {_median(seconds):.3f} s")
-    for name, value in stages.items():
-        display.note(f"  {name} {value:.3f} s")
+    for part, inner in stages.items():
+        for name, value in inner.items():
+            display.note(f"{part}: {name} {value:.3f} s")
     parts = ", ".join(f"{name} {value:.2f}" for name, value in timings.items() if name != "total")
     display.note(f"total {timings['total']:.2f} s since the process started ({parts})")
 
