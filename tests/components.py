@@ -22,6 +22,9 @@ from firstlight.sharding import make_mesh, param_shardings
 from firstlight.weights.folder import open_model
 from firstlight.weights.place import place
 
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+"""Each function runs once, so quick compilation counts; the pipeline's tests compile as users do."""
+
 
 class Components:
     """The three networks of one folder on one device, each function compiled on first use."""
@@ -76,7 +79,8 @@ class Components:
             rows = [jax.device_put(a, NamedSharding(self.mesh, P(DATA))) for a in batched]
             if shared is not None:
                 rows.insert(0, jax.device_put(shared, NamedSharding(self.mesh, P())))
-            return np.asarray(jax.jit(function)(params, *rows))
+            lowered = jax.jit(function).lower(params, *rows)
+            return np.asarray(lowered.compile(COMPILER_OPTIONS)(params, *rows))
 
 
 def _last(x: np.ndarray) -> np.ndarray:
