@@ -23,7 +23,7 @@ from firstlight.weights.folder import open_model
 from firstlight.weights.place import place
 
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
-"""Each function runs once, so quick compilation counts; the pipeline's tests compile as users do."""
+"""Each function runs once: compile quickly. The pipeline's tests compile as users do."""
 
 
 class Components:

@@ -33,6 +33,15 @@ def compiler_options(platform: str) -> dict[str, Any]:
     return options
 
 
+JAX_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_prng_impl",
+    "jax_default_matmul_precision",
+    "jax_threefry_partitionable",
+)
+"""Settings of jax that change what a function is traced to."""
+
+
 @dataclass(frozen=True)
 class Program:
     """A pure function and the abstract arguments (shapes, dtypes, shardings) it is compiled for.
@@ -49,6 +58,7 @@ class Program:
     outputs: int = 1
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
+        """Trace and lower for `mesh`; the lowered function takes the arguments as flat leaves."""
         structure = jax.tree.structure(self.args)
 
         def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
@@ -73,6 +83,7 @@ class Executable:
     from_cache: bool
 
     def __call__(self, *args: Any) -> tuple[jax.Array, ...]:
+        """Run it. Raises TypeError for arguments it was not compiled for."""
         return self.compiled(*jax.tree.leaves(args))
 
 
@@ -101,6 +112,7 @@ class Compiler:
             return future
 
     def close(self) -> None:
+        """Drop what has not begun; what has begun ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _make(self, program: Program) -> Executable:
@@ -161,7 +173,5 @@ def key_fields(program: Program, mesh: Mesh) -> dict[str, Any]:
         "source": environment.source_digest(),
         "compiler_options": compiler_options(devices[0].platform),
         "flags": {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
-        "x64": bool(jax.config.jax_enable_x64),
-        "prng": str(jax.config.jax_default_prng_impl),
-        "matmul": str(jax.config.jax_default_matmul_precision),
+        "jax": {name: str(getattr(jax.config, name)) for name in JAX_SETTINGS},
     }

@@ -47,6 +47,7 @@ class Clock:
     _last: float = field(default_factory=time.perf_counter)
 
     def lap(self, stage: str) -> None:
+        """Book the time since the last lap under `stage`."""
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
@@ -99,9 +100,11 @@ class Engine:
                 )
 
     def ready(self, program: Program) -> Executable:
+        """The executable of `program`, compiled now if it was not asked for before."""
         return self.compiler.submit(program).result()
 
     def rope(self, height: int, width: int, length: int) -> tuple[jax.Array, ...]:
+        """Rotation tables on the devices; kept, since every call of a size needs the same."""
         key = (height, width, length)
         if key not in self._ropes:
             tables = self.programs.rope(*key)
@@ -109,6 +112,7 @@ class Engine:
         return self._ropes[key]
 
     def put(self, array: np.ndarray, *, sharded: bool = True) -> jax.Array:
+        """The one place where arguments enter the devices: a row per picture, or replicated."""
         return jax.device_put(array, self.programs.sharding(sharded))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors a caller may catch. Each message says what was given, what is allowed and what to do."""
+"""The errors a caller may catch; each says what was given, what is allowed and what to do."""
 
 
 class FirstlightError(Exception):
@@ -23,7 +23,7 @@ class CheckpointError(FirstlightError):
 
 
 class RequestError(FirstlightError):
-    """A call asks for something that cannot be made (size, prompt, seed, argument not supported)."""
+    """A call asks for something that cannot be made (its size, prompt, seed, an argument)."""
 
 
 class OverloadedError(FirstlightError):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,20 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.weights.folder import ModelFolder, open_model
 from firstlight.weights.hub import resolve
 from firstlight.weights.place import Counter, place
+
+UNBUILT = (
+    "image",
+    "image_reference",
+    "mask_image",
+    "padding_mask_crop",
+    "strength",
+    "negative_prompt",
+    "prompt_embeds",
+    "negative_prompt_embeds",
+    "sigmas",
+    "callback_on_step_end",
+)
+"""Arguments of a call that are named already and raise until they do something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,39 +190,34 @@ class Pipeline:
             RequestError: an argument is not usable, or not built yet. DeviceError: the values
                 are not finite (no picture is made).
         """
-        _refuse_unbuilt(
-            dict(
-                image=image, image_reference=image_reference, mask_image=mask_image,
-                padding_mask_crop=padding_mask_crop, strength=strength,
-                negative_prompt=negative_prompt, prompt_embeds=prompt_embeds,
-                negative_prompt_embeds=negative_prompt_embeds, sigmas=sigmas,
-                callback_on_step_end=callback_on_step_end,
-            ),
-            RequestError,
-        )  # fmt: skip
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        return _merged(list(self.stream(**arguments)), output_type)
+
+    def stream(
+        self, prompt: str | Sequence[str] | None = None, **arguments: Any
+    ) -> Iterator[Result]:
+        """Like a call, with the same arguments, but yields each picture as soon as it is made.
+
+        Every `Result` holds one picture, and the seconds since the one before it. Arguments are
+        checked now, not at the first picture.
+        """
+        _refuse_unbuilt({name: arguments.pop(name, None) for name in UNBUILT}, RequestError)
+        # The tensors a callback asks for mean nothing without the callback.
+        arguments.pop("callback_on_step_end_tensor_inputs", None)
+        request = complete(self.limits, prompt=prompt, **arguments)
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[Result]:
         clock = Clock()
-        request = complete(
-            self.limits,
-            prompt=prompt,
-            height=height,
-            width=width,
-            num_inference_steps=num_inference_steps,
-            guidance_scale=guidance_scale,
-            num_images_per_prompt=num_images_per_prompt,
-            seed=seed,
-            latents=latents,
-            max_sequence_length=max_sequence_length,
-            output_type=output_type,
-        )
-        pictures = list(self._engine.run(request, self._progress, clock))
-        seconds = dict(clock.seconds, total=sum(clock.seconds.values()))
-        return Result(
-            images=_images(pictures, output_type),
-            seeds=[picture.seed for picture in pictures],
-            prompts=[picture.prompt for picture in pictures],
-            metadata=[self._metadata(request, picture) for picture in pictures],
-            timings=seconds,
-        )
+        for picture in self._engine.run(request, self._progress, clock):
+            seconds, clock.seconds = clock.seconds, {}
+            yield Result(
+                images=_images([picture.array], request.output_type),
+                seeds=[picture.seed],
+                prompts=[picture.prompt],
+                metadata=[self._metadata(request, picture)],
+                timings=dict(seconds, total=sum(seconds.values())),
+            )
 
     @property
     def limits(self) -> Limits:
@@ -313,10 +322,25 @@ def _load(folder: ModelFolder, mesh: Mesh, progress: Progress) -> Weights:
     return Weights(**trees)
 
 
-def _images(pictures: list[Picture], output_type: str) -> Any:
+def _images(arrays: Sequence[np.ndarray], output_type: str) -> Any:
     if output_type == "pil":
-        return [Image.fromarray(picture.array) for picture in pictures]
-    return np.stack([picture.array for picture in pictures])
+        return [Image.fromarray(array) for array in arrays]
+    return np.stack(arrays)
+
+
+def _merged(results: list[Result], output_type: str) -> Result:
+    images = [image for result in results for image in result.images]
+    timings: dict[str, float] = {}
+    for result in results:
+        for stage, seconds in result.timings.items():
+            timings[stage] = timings.get(stage, 0.0) + seconds
+    return Result(
+        images=images if output_type == "pil" else np.stack(images),
+        seeds=[seed for result in results for seed in result.seeds],
+        prompts=[prompt for result in results for prompt in result.prompts],
+        metadata=[entry for result in results for entry in result.metadata],
+        timings=timings,
+    )
 
 
 def _mesh(mesh: str | Mesh | None) -> Mesh:

@@ -36,6 +36,7 @@ class Architecture:
 
     @property
     def identity(self) -> dict[str, Any]:
+        """All of it as JSON-able data."""
         return dataclasses.asdict(self)
 
 

@@ -15,7 +15,8 @@ class Progress(Protocol):
     `denoise` (over all batches of the call), and images for `encode`, `decode` and `save`.
     """
 
-    def __call__(self, stage: Stage, done: int, total: int) -> None: ...
+    def __call__(self, stage: Stage, done: int, total: int) -> None:
+        """Say that `done` of `total` are done; called with 0 when a stage begins."""
 
 
 def silent(stage: Stage, done: int, total: int) -> None:

@@ -32,7 +32,7 @@ def parse_mesh(text: str) -> tuple[int, int]:
     return sizes[DATA], sizes[MODEL]
 
 
-def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(data: int = 1, model: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A (data, model) mesh of explicit axes over the first data x model devices.
 
     Raises ConfigError if there are not as many devices.
@@ -48,7 +48,7 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
 
 
 def partition(spec: ParamSpec) -> P:
-    """The partition of one parameter. Two logical axes on one mesh axis would be an internal error."""
+    """The partition of one parameter; no two of its axes may map to one mesh axis."""
     axes = [RULES.get(axis) if axis else None for axis in spec.axes]
     used = [axis for axis in axes if axis is not None]
     if len(set(used)) != len(used):

@@ -42,20 +42,21 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         try:
             inner = HubTokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        except Exception as error:  # the library raises nothing more specific
             raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from error
         inner.no_padding()
         inner.no_truncation()
         pad = _pad_token(folder)
         missing = [t for t in (*SPECIAL_TOKENS, pad) if inner.token_to_id(t) is None]
-        if missing:
+        pad_id = inner.token_to_id(pad)
+        if missing or pad_id is None:
             raise CheckpointError(f"{path} lacks the special tokens {', '.join(missing)}")
         largest = max(inner.get_vocab(with_added_tokens=True).values())
         if largest >= vocab_size:
             raise CheckpointError(
                 f"{path} has token id {largest}; the text encoder's vocab_size is {vocab_size}"
             )
-        return cls(inner, inner.token_to_id(pad))
+        return cls(inner, pad_id)
 
     def encode(self, prompt: str, length: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids, mask) of one prompt, each (length,) int32; pads on the right, mask 1 on tokens.

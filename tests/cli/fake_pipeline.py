@@ -38,7 +38,7 @@ class FakePipeline:
         self.progress("load", 1_000_000, 1_000_000)
         self.progress("compile", 1, 1)
 
-    def __call__(self, prompts, **request):
+    def stream(self, prompts, **request):
         self.calls.append({"prompt": prompts, **request})
         count = request["num_images_per_prompt"]
         steps = request["num_inference_steps"] or 4
@@ -54,11 +54,15 @@ class FakePipeline:
             self._metadata(prompt, seed, steps, request)
             for prompt, seed in zip(every, seeds, strict=True)
         ]
-        images = [self._draw(entry) for entry in metadata]
         timings = {"encode": 0.1, "denoise": 0.2, "decode": 0.1}
-        return SimpleNamespace(
-            images=images, seeds=seeds, prompts=every, metadata=metadata, timings=timings
-        )
+        for entry in metadata:
+            yield SimpleNamespace(
+                images=[self._draw(entry)],
+                seeds=[entry["seed"]],
+                prompts=[entry["prompt"]],
+                metadata=[entry],
+                timings=timings,
+            )
 
     def _metadata(self, prompt, seed, steps, request):
         return {

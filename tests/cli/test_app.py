@@ -146,7 +146,7 @@ def test_a_failure_is_one_line_and_code_1_and_leaves_no_file(command, monkeypatc
     def fail(*arguments, **named):
         raise error
 
-    monkeypatch.setattr(FakePipeline, "__call__", fail)
+    monkeypatch.setattr(FakePipeline, "stream", fail)
     result = command("generate", "a", "--quiet")
     assert (result.code, result.error) == (1, line)
     assert list(Path().iterdir()) == []

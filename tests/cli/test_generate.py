@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from fake_pipeline import FakePipeline
 
-from firstlight.errors import FirstlightWarning
+from firstlight.errors import DeviceError, FirstlightWarning
 from firstlight.image import read_metadata
 
 FAKE = str(Path(__file__).with_name("fake_pipeline.py"))
@@ -159,14 +159,14 @@ def test_a_prompt_file_without_prompts_is_refused(command, data):
 
 
 def test_warnings_are_one_line_and_quiet_hides_them(command, monkeypatch):
-    draw = FakePipeline.__call__
+    draw = FakePipeline.stream
 
     def warn(self, *arguments, **request):
         for _ in range(2):
             warnings.warn("3 tokens\nlost", FirstlightWarning, stacklevel=1)
         return draw(self, *arguments, **request)
 
-    monkeypatch.setattr(FakePipeline, "__call__", warn)
+    monkeypatch.setattr(FakePipeline, "stream", warn)
     lines = command("generate", "a").err.splitlines()
     assert lines.count("firstlight: warning: 3 tokens lost") == 2
     assert command("generate", "a", "--quiet").err == ""
@@ -220,3 +220,34 @@ def test_the_pipeline_is_opened_with_the_engine_settings_and_the_size(monkeypatc
     generate._open_pipeline(engine, GenerateConfig(**given), display, budget)
     assert {"import", "load"} <= set(budget.seconds)
     assert opened == {**vars(engine), "sizes": sizes, "progress": print}
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+@pytest.mark.parametrize("error", [DeviceError("not finite"), KeyboardInterrupt()])
+def test_pictures_made_before_a_failure_are_kept(command, monkeypatch, flags, error):
+    draw = FakePipeline.stream
+
+    def fail_at_the_third(self, *arguments, **request):
+        for index, result in enumerate(draw(self, *arguments, **request)):
+            if index == 2:
+                raise error
+            yield result
+
+    monkeypatch.setattr(FakePipeline, "stream", fail_at_the_third)
+    arguments = ["generate", "a", "b", "c", "--seed", "4", "--quiet", *flags]
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            command(*arguments)
+        out = command.capsys.readouterr().out
+    else:
+        result = command(*arguments)
+        assert result.code == 1
+        assert result.err == "firstlight: error: not finite\n"
+        out = result.out
+    paths = ["a-4.png", "b-5.png"]
+    assert sorted(path.name for path in Path().iterdir()) == paths
+    if flags:
+        assert [image["path"] for image in json.loads(out)["images"]] == paths
+    else:
+        assert out == "a-4.png\tseed 4\nb-5.png\tseed 5\n"
+    assert [read_metadata(path)["seed"] for path in paths] == [4, 5]

@@ -9,7 +9,7 @@ import pytest
 from fake_pipeline import ENVIRONMENT
 from PIL import Image
 
-from firstlight.image import read_metadata
+from firstlight.image import read_metadata, save_image
 
 MADE = "--seed 9 --steps 3 --width 80 --height 96 --guidance 1.5 --dtype float32 --revision v1"
 
@@ -112,3 +112,12 @@ def test_a_picture_with_settings_of_the_wrong_kind_is_refused(command):
     result = command("generate", "--like", "odd.png")
     assert result.code == 2
     assert "odd.png: seed is 'many'" in result.error
+
+
+def test_a_picture_made_from_given_noise_is_refused(command, made):
+    metadata = {**read_metadata(made), "seed": None}
+    path = save_image(Image.new("RGB", (80, 96)), "noise.png", metadata)
+    result = command("generate", "--like", path)
+    assert result.code == 1
+    assert "noise.png was made from starting noise given by its maker" in result.error
+    assert command.pipes == []

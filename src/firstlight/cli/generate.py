@@ -36,19 +36,37 @@ def run_generate(
         pipe = _open_pipeline(engine, picture, display, budget)
         gc.freeze()  # what is alive now stays; see main()
         gc.enable()
-        with _profiler(picture.profile):
-            result, seconds = _draw(pipe, prompts, picture, display)
+        made = _Made()
+        try:
+            with _profiler(picture.profile):
+                seconds = _draw(pipe, prompts, names, picture, display, made)
+        except BaseException:
+            if made.paths:  # what was saved before the failure is a result, too
+                _print_pictures(made, report, {})
+            raise
+        budget.seconds["save"] = made.save_seconds
         budget.seconds["generate"] = sum(seconds)
         if like is not None:
             from firstlight.cli.like import warn_of_differences
 
-            warn_of_differences(str(like), result.metadata[0], engine, picture)
-        with budget.part("save"):
-            paths = _save(result, names, picture, display)
+            warn_of_differences(str(like), made.metadata[0], engine, picture)
         timings = budget.close()
-        stages = {"load": pipe.load_timings, "generate": result.timings}
+        stages = {"load": pipe.load_timings, "generate": made.timings}
         _tell_times(display, timings, seconds, stages if report.verbose else {})
-    _print_results(result, paths, {**timings, "stages": stages}, seconds, report)
+    repeat = {"seconds": seconds, "min": min(seconds), "median": _median(seconds)}
+    _print_pictures(made, report, {"timings": {**timings, "stages": stages}, "repeat": repeat})
+
+
+@dataclasses.dataclass
+class _Made:
+    """The pictures of a run, saved already."""
+
+    paths: list[Path] = dataclasses.field(default_factory=list)
+    seeds: list[int] = dataclasses.field(default_factory=list)
+    prompts: list[str] = dataclasses.field(default_factory=list)
+    metadata: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    timings: dict[str, float] = dataclasses.field(default_factory=dict)
+    save_seconds: float = 0.0
 
 
 def _open_pipeline(
@@ -112,11 +130,17 @@ def _profiler(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def _draw(
-    pipe: Pipeline, prompts: list[str], picture: GenerateConfig, display: Display
-) -> tuple[Result, list[float]]:
-    """Make the pictures `repeat` times; return the first result and the seconds of each time."""
+    pipe: Pipeline,
+    prompts: list[str],
+    names: Naming,
+    picture: GenerateConfig,
+    display: Display,
+    made: _Made,
+) -> list[float]:
+    """Make the pictures `repeat` times, saving those of the first time to `made` as they come;
+    return the seconds of each time."""
     draw = functools.partial(
-        pipe,
+        pipe.stream,
         prompts,
         height=picture.height,
         width=picture.width,
@@ -125,26 +149,33 @@ def _draw(
         num_images_per_prompt=picture.num_images,
         max_sequence_length=picture.max_sequence_length,
     )
+    total = len(prompts) * picture.num_images
     begun = time.perf_counter()
-    result = draw(seed=picture.seed)
-    seconds = [time.perf_counter() - begun]
+    for result in draw(seed=picture.seed):
+        _save(result, made, names, picture.overwrite)
+        display.advance("save", len(made.paths), total)
+    seconds = [time.perf_counter() - begun - made.save_seconds]
     for _ in range(1, picture.repeat):
         begun = time.perf_counter()
-        draw(seed=result.seeds)
+        for _ in draw(seed=made.seeds):
+            pass
         seconds.append(time.perf_counter() - begun)
-    return result, seconds
+    return seconds
 
 
-def _save(result: Result, names: Naming, picture: GenerateConfig, display: Display) -> list[Path]:
-    total = len(result.images)
-    paths: list[Path] = []
-    for index, image in enumerate(result.images):
-        path = names.path(prompt=result.prompts[index], seed=result.seeds[index], index=index)
-        # --overwrite is about files of earlier runs: pictures of one run never replace each other.
-        overwrite = picture.overwrite and path not in paths
-        paths.append(save_image(image, path, result.metadata[index], overwrite=overwrite))
-        display.advance("save", index + 1, total)
-    return paths
+def _save(result: Result, made: _Made, names: Naming, overwrite: bool) -> None:
+    begun = time.perf_counter()
+    (image,), (seed,), (prompt,) = result.images, result.seeds, result.prompts
+    path = names.path(prompt=prompt, seed=seed, index=len(made.paths))
+    # --overwrite is about files of earlier runs: pictures of one run never replace each other.
+    replace = overwrite and path not in made.paths
+    made.paths.append(save_image(image, path, result.metadata[0], overwrite=replace))
+    made.seeds.append(seed)
+    made.prompts.append(prompt)
+    made.metadata += result.metadata
+    for stage, value in result.timings.items():
+        made.timings[stage] = made.timings.get(stage, 0.0) + value
+    made.save_seconds += time.perf_counter() - begun
 
 
 def _tell_times(
@@ -170,22 +201,15 @@ def _median(seconds: list[float]) -> float:
     return (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
 
 
-def _print_results(
-    result: Result,
-    paths: list[Path],
-    timings: dict[str, Any],
-    seconds: list[float],
-    report: ReportConfig,
-) -> None:
+def _print_pictures(made: _Made, report: ReportConfig, more: dict[str, Any]) -> None:
     if not report.json:
-        for path, seed in zip(paths, result.seeds, strict=True):
-            print(f"{path}\tseed {seed}")
+        for path, seed in zip(made.paths, made.seeds, strict=True):
+            print(f"{path}\tseed {seed}", flush=True)
         return
     images = [
         {"path": str(path), "seed": seed, "prompt": prompt, "metadata": metadata}
         for path, seed, prompt, metadata in zip(
-            paths, result.seeds, result.prompts, result.metadata, strict=True
+            made.paths, made.seeds, made.prompts, made.metadata, strict=True
         )
     ]
-    repeat = {"seconds": seconds, "min": min(seconds), "median": _median(seconds)}
-    print(json.dumps({"images": images, "timings": timings, "repeat": repeat}, indent=2))
+    print(json.dumps({"images": images, **more}, indent=2), flush=True)

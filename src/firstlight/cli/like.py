@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from firstlight.config import EngineConfig, GenerateConfig
-from firstlight.errors import FirstlightWarning
+from firstlight.errors import FirstlightWarning, RequestError
 from firstlight.image import read_metadata
 
 # What a picture stores -> the setting that asks for it. The mesh is not among them: the devices
@@ -35,9 +35,14 @@ _ABSENT = "not recorded"
 def settings_of(path: str, *, other_model: bool) -> dict[str, Any]:
     """Return the settings stored in a picture; with `other_model`, none that belong to its model.
 
-    Raises `RequestError` if the picture carries none.
+    Raises `RequestError` if the picture carries none, or was not made from a seed.
     """
     metadata = read_metadata(path)
+    if "seed" in metadata and metadata["seed"] is None:
+        raise RequestError(
+            f"{path} was made from starting noise given by its maker, not from a seed; "
+            "it cannot be made again from its settings"
+        )
     return {
         name: metadata[key]
         for key, name in SETTINGS.items()

@@ -37,7 +37,7 @@ _classes: list[type] = []
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One array: its shape, the logical name of each axis (None: never split) and its final dtype."""
+    """One array: its shape, the logical name of each axis (None: never split), its final dtype."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]

@@ -48,7 +48,8 @@ def denoise(
     """
     dtype, T = params.img_in.dtype, text_BTJ.shape[1]
     # Each rotation is shared by two neighbouring head dimensions.
-    rope = tuple(jnp.repeat(table, 2, axis=-1) for table in rope)
+    cos, sin = (jnp.repeat(table, 2, axis=-1) for table in rope)
+    rope = (cos, sin)
     temb = jax.nn.silu(_time_embedding(params, cfg, timestep_B)).astype(dtype)
     mod_img = contract("BE,SDE->SBD", temb, params.mod_img)[:, :, None]
     mod_txt = contract("BE,SDE->SBD", temb, params.mod_txt)[:, :, None]
@@ -140,10 +141,10 @@ def _residual(x: Array, gate: Array, update: Array) -> Array:
 
 
 def _rotate(x_BLHK: Array, rope: Rope, dtype: jnp.dtype) -> Array:
-    """Rotate each pair of neighbouring head dimensions: (u, v) -> (u cos - v sin, v cos + u sin)."""
+    """Rotate each pair of neighbouring dimensions: (u, v) -> (u cos - v sin, v cos + u sin)."""
     cos, sin = (table[:, None, :] for table in rope)
     even = jnp.arange(x_BLHK.shape[-1]) % 2 == 0
-    # A roll and a select instead of a (..., K/2, 2) view, whose minor axis of 2 wastes vector lanes.
+    # A roll and a select: a (..., K/2, 2) view has a minor axis of 2, which wastes vector lanes.
     partner = jnp.where(even, -jnp.roll(x_BLHK, -1, axis=-1), jnp.roll(x_BLHK, 1, axis=-1))
     return (x_BLHK * cos + partner * sin).astype(dtype)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a component's `config.json` strictly: every fault is noted with file, key, found, allowed."""
+"""Reading a component's `config.json` strictly: faults name file, key, found and allowed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MISSING: Any = object()
 
 
 class Fields:
-    """A JSON object being read. Faults are collected in `problems`; `done()` raises them together."""
+    """A JSON object being read. Faults collect in `problems`; `done()` raises them together."""
 
     def __init__(self, data: Mapping[str, Any], where: str) -> None:
         self.data = data
@@ -55,7 +55,7 @@ class Fields:
         return tuple(value)
 
     def only(self, key: str, allowed: Any, default: Any = _MISSING) -> None:
-        """A setting for which firstlight has one behaviour; anything else is refused, not ignored."""
+        """A setting with one supported value; any other is refused, not ignored."""
         value = self.data.get(key, default)
         value = tuple(value) if isinstance(value, list) else value
         if value != allowed or isinstance(value, bool) != isinstance(allowed, bool):
