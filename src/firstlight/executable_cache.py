@@ -29,7 +29,7 @@ def default_folder() -> Path:
 
 
 class ExecutableCache:
-    """Entries by key (a hex digest). Whatever is wrong with an entry, it is a miss, not an error."""
+    """Entries by key (a hex digest). An entry that is no good is a miss, never an error."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

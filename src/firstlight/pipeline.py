@@ -19,7 +19,7 @@ from firstlight.compile import Compiler, Executable
 from firstlight.engine import Clock, Engine, Picture, Weights
 from firstlight.errors import ConfigError, FirstlightError, RequestError
 from firstlight.executable_cache import ExecutableCache
-from firstlight.models.params import DATA, MODEL
+from firstlight.models.params import DATA, MODEL, as_dtype
 from firstlight.programs import Architecture, Programs
 from firstlight.progress import Progress, silent
 from firstlight.request import Limits, Request, complete
@@ -120,6 +120,7 @@ class Pipeline:
         )  # fmt: skip
         _refuse_unbuilt(later, ConfigError)
         clock = Clock()
+        as_dtype(dtype)  # before anything is downloaded
         mesh = _mesh(mesh)
         batch = mesh.shape[DATA] * _positive("images_per_device", images_per_device)
         folder = _find(str(model), revision, offline, cache_dir, dtype, is_distilled, progress)

@@ -11,14 +11,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar, dataclass_transform
+
+from firstlight.errors import ConfigError
 
 Leaf = TypeVar("Leaf")
 Class = TypeVar("Class", bound=type)
 
 DType = Literal["bfloat16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float32": 4}
+
+
+def as_dtype(name: str) -> DType:
+    """The dtype called `name`. Raises ConfigError for any other than these two."""
+    for dtype in typing.get_args(DType):
+        if name == dtype:
+            return dtype
+    raise ConfigError(f"dtype is {name!r}; allowed: {', '.join(DTYPE_BYTES)}")
+
 
 # Logical axes. `sharding.py` decides which mesh axis, if any, each one is split over.
 LAYERS = "layers"  # equal blocks stacked for `lax.scan`

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from firstlight.errors import CheckpointError, ConfigError
+from firstlight.errors import CheckpointError
 from firstlight.models import variants
-from firstlight.models.params import DTYPE_BYTES, DType
+from firstlight.models.params import DType, as_dtype
 from firstlight.models.specs import autoencoder, text_encoder, transformer
 from firstlight.models.specs.fields import Fields
 from firstlight.models.specs.scheduler import SchedulerConfig
@@ -19,14 +19,15 @@ from firstlight.weights import klein
 from firstlight.weights.load import Plan, plan
 from firstlight.weights.reader import open_component
 
-COMPONENTS: dict[str, str] = {
+CONFIGS = {
     "scheduler": "scheduler/scheduler_config.json",
     "text_encoder": "text_encoder/config.json",
-    "tokenizer": "tokenizer/tokenizer.json",
     "transformer": "transformer/config.json",
     "vae": "vae/config.json",
 }
-"""The file that each component of `model_index.json` must have."""
+TOKENIZER = ("tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json")
+REQUIRED = ("model_index.json", *CONFIGS.values(), *TOKENIZER)
+"""Files that every model folder must have, besides its weights."""
 
 STEMS = {
     "text_encoder": "model",
@@ -68,10 +69,12 @@ class ModelFolder:
 
     @property
     def variant(self) -> variants.Variant:
+        """Sampling defaults, from `is_distilled`."""
         return variants.variant(is_distilled=self.is_distilled)
 
     @property
     def tokenizer(self) -> Path:
+        """The tokenizer's folder."""
         return self.path / "tokenizer"
 
 
@@ -116,9 +119,8 @@ def open_model(
         CheckpointError: lists every fault of every file. ConfigError: an unknown dtype.
     """
     path = Path(path)
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
-    made = _Opening(path, dtype)
+    final_dtype = as_dtype(dtype)
+    made = _Opening(path, final_dtype)
     if made.faults:
         raise CheckpointError(f"the model in {path} cannot be loaded", tuple(made.faults))
     index = made.index
@@ -127,7 +129,7 @@ def open_model(
         name=name or str(path),
         revision=revision,
         class_name=index.class_name,
-        dtype=dtype,
+        dtype=final_dtype,
         is_distilled=index.is_distilled if is_distilled is None else is_distilled,
         max_sequence_length=index.max_sequence_length,
         default_size=index.default_size,
@@ -159,8 +161,7 @@ class _Opening:
         self.index = attempt(lambda: _read_index(path))
         if self.index is None:
             return  # some other kind of model or no model at all: more faults would only confuse
-        if not (path / COMPONENTS["tokenizer"]).is_file():
-            self.faults.append(f"{COMPONENTS['tokenizer']} is missing")
+        self.faults += [f"{name} is missing" for name in TOKENIZER if not (path / name).is_file()]
         self.transformer = attempt(
             lambda: transformer.TransformerConfig.from_json(self._json("transformer"))
         )
@@ -171,7 +172,7 @@ class _Opening:
         self._plan()
 
     def _json(self, component: str) -> dict[str, Any]:
-        return _read_json(self.path / COMPONENTS[component])
+        return _read_json(self.path / CONFIGS[component])
 
     def _text_encoder(self) -> text_encoder.TextEncoderConfig:
         return text_encoder.TextEncoderConfig.from_json(

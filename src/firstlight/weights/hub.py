@@ -12,13 +12,13 @@ from typing import Any
 from firstlight.errors import CheckpointError
 from firstlight.models.variants import ALIASES
 from firstlight.progress import Progress, silent
-from firstlight.weights.folder import COMPONENTS, STEMS
+from firstlight.weights.folder import CLASSES, REQUIRED, STEMS
 from firstlight.weights.reader import shard_names
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent.parent / "data" / "demo"
 
-PATTERNS = ["model_index.json", *(f"{component}/*" for component in COMPONENTS)]
+PATTERNS = ["model_index.json", *(f"{component}/*" for component in CLASSES)]
 """Files of a repository that are wanted: not its single-file weights, not its pictures."""
 
 
@@ -47,10 +47,16 @@ def resolve(
     Raises:
         CheckpointError: not found, not complete, or refused by the hub; says what to do.
     """
-    if Path(model).is_dir():
-        return ResolvedModel(Path(model), model, None)
-    if model == DEMO:
-        return ResolvedModel(DEMO_FOLDER, DEMO, None)
+    local = (
+        Path(model) if model and Path(model).is_dir() else DEMO_FOLDER if model == DEMO else None
+    )
+    if local is not None:
+        if revision is not None:
+            raise CheckpointError(
+                f"revision is {revision!r}, but {model} is a folder, which has no revisions; "
+                "leave it out"
+            )
+        return ResolvedModel(local, model, None)
     repo = ALIASES.get(model, model)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo) or repo.startswith((".", "/")):
         raise CheckpointError(
@@ -75,8 +81,7 @@ def resolve(
 
 def missing_files(folder: Path) -> list[str]:
     """Files that a model folder needs and does not have, weight shards included."""
-    needed = ["model_index.json", *COMPONENTS.values()]
-    missing = [name for name in needed if not (folder / name).is_file()]
+    missing = [name for name in REQUIRED if not (folder / name).is_file()]
     for component, stem in STEMS.items():
         single = folder / component / f"{stem}.safetensors"
         index = folder / component / f"{stem}.safetensors.index.json"
@@ -91,20 +96,16 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def _cached(repo: str, revision: str | None, cache_dir: str | Path | None) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    """The snapshot's folder in the local cache, complete or not. Opens no socket."""
+    from huggingface_hub import try_to_load_from_cache
 
-    try:
-        return Path(
-            snapshot_download(repo, revision=revision, cache_dir=cache_dir, local_files_only=True)
-        )
-    except (LocalEntryNotFoundError, HfHubHTTPError, FileNotFoundError):
-        return None
+    index = try_to_load_from_cache(repo, "model_index.json", cache_dir, revision)
+    return Path(index).parent if isinstance(index, str) else None
 
 
 def _download(repo: str, revision: str | None, cache_dir: str | Path | None) -> Path:
-    from huggingface_hub import snapshot_download
     from huggingface_hub import errors as hub
+    from huggingface_hub import snapshot_download
 
     page = f"https://huggingface.co/{repo}"
     arguments: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}

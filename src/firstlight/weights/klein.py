@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables: diffusers' and transformers' tensor names, their shapes, and the parameters they fill.
+"""The tables: names and shapes of stored tensors, and the parameters they fill. Nothing else.
 
-Nothing but tables. Names and shapes: section "Keys and shapes" of diffusers' Flux2Transformer2DModel
-and AutoencoderKLFlux2, transformers' Qwen3Model.
+Sources: diffusers' Flux2Transformer2DModel and AutoencoderKLFlux2, transformers' Qwen3Model.
 """
 
 from __future__ import annotations

@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 
-from firstlight.models.params import map_leaves, named_leaves
+from firstlight.models.params import map_leaves, named_leaves, register_pytrees
 from firstlight.weights.load import THREADS, Plan
+
+register_pytrees()
 
 
 def place(
@@ -42,6 +44,7 @@ class Counter:
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
+        """Count `count` more bytes and report the sum so far."""
         with self._lock:
             self.total += count
             self._report(self.total)

@@ -41,6 +41,7 @@ class Stamp:
 
     @classmethod
     def of(cls, status: os.stat_result) -> Stamp:
+        """From what `stat` says of a file."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
@@ -146,7 +147,7 @@ def _add_file(component: Component, path: Path) -> None:
 
 
 def read_header(path: Path) -> tuple[Stamp, list[Tensor]]:
-    """The file's identity and its tensors. Raises CheckpointError if any byte is unaccounted for."""
+    """The file's identity and its tensors; raises CheckpointError if a byte is unaccounted for."""
     try:
         with open(path, "rb") as file:
             stamp = Stamp.of(os.fstat(file.fileno()))
@@ -187,7 +188,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:
     numbers = (*shape, begin, end)
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
         raise CheckpointError(f"{_short(path)}: {name} has a malformed header entry")
-    if dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise CheckpointError(f"{_short(path)}: {name} has the unknown dtype {dtype!r}")
     expected = math.prod(shape) * ITEM_BYTES[dtype]
     if end - begin != expected:
@@ -240,7 +241,7 @@ class Source:
 
     def read_into(self, path: Path, offset: int, buffer: np.ndarray) -> None:
         """Fill `buffer` (contiguous bytes) from `offset`. Raises CheckpointError."""
-        view = memoryview(buffer)
+        view = buffer.data
         while view:
             try:
                 count = os.preadv(self._handles[path], [view], offset)

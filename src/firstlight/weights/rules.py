@@ -53,6 +53,7 @@ class Piece:
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return self.height * self.run
 
 
