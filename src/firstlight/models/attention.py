@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from firstlight.models.layers import contract
+from firstlight.models.layers import contract, widens
 from firstlight.models.params import DATA, MODEL
 
 CPU_SCORES = 1 << 21
@@ -52,6 +52,9 @@ def _local_attention(q: Array, k: Array, v: Array, mask: Array | None = None) ->
 def mapped_attention(q_BLHK: Array, k_BSGK: Array, v_BSGK: Array, mask: Array | None = None):
     """One head and one run of queries at a time: plain matrix products, which XLA's CPU backend
     computes several times faster than batched ones."""
+    dtype = q_BLHK.dtype
+    if widens():  # once, not for every head's slice
+        q_BLHK, k_BSGK, v_BSGK = (x.astype(jnp.float32) for x in (q_BLHK, k_BSGK, v_BSGK))
     B, L, H, K = q_BLHK.shape
     _, S, G, _ = k_BSGK.shape
     rows = _rows(L, S, CPU_SCORES)
@@ -73,7 +76,7 @@ def mapped_attention(q_BLHK: Array, k_BSGK: Array, v_BSGK: Array, mask: Array | 
 
     out = lax.map(one_head, jnp.arange(B * G))
     out = out.reshape(B, H, -1, K)[:, :, :L]
-    return out.transpose(0, 2, 1, 3)
+    return out.transpose(0, 2, 1, 3).astype(dtype)
 
 
 def batched_attention(q_BLHK: Array, k_BSGK: Array, v_BSGK: Array, mask: Array | None = None):

@@ -25,21 +25,25 @@ BY_BATCH = P(DATA)
 """Activations whose batch is split over the data axis and nothing else is."""
 
 
-_widen: ContextVar[bool] = ContextVar("widen", default=False)
+_widens: ContextVar[bool] = ContextVar("widens", default=False)
 
 
 @contextmanager
 def widened_products(enabled: bool) -> Iterator[None]:
     """While tracing: hand contractions their bfloat16 operands as float32.
 
-    The products and the accumulation are the same numbers; on a CPU without bfloat16 units the
-    float32 kernels are about 1.5 times as fast.
+    For a CPU without bfloat16 units: products and sums are the same numbers, the float32 kernels
+    are faster (docs/decisions/006).
     """
-    token = _widen.set(enabled)
+    token = _widens.set(enabled)
     try:
         yield
     finally:
-        _widen.reset(token)
+        _widens.reset(token)
+
+
+def widens() -> bool:
+    return _widens.get()
 
 
 def precision(dtype: jnp.dtype) -> lax.Precision | None:
@@ -51,9 +55,8 @@ def contract(subscripts: str, x: Array, w: Array, *, out_sharding: P | None = No
 
     `out_sharding` must be stated where an axis split over devices is summed over.
     """
-    if _widen.get():
-        # Without the barrier XLA converts the whole stack of a scan's weights before the loop.
-        x, w = x.astype(jnp.float32), lax.optimization_barrier(w).astype(jnp.float32)
+    if widens():
+        x, w = x.astype(jnp.float32), w.astype(jnp.float32)
     return jnp.einsum(
         subscripts,
         x,
