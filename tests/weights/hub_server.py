@@ -16,12 +16,17 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """Serves the files of `folder` as `repo`; remembers which were fetched."""
+    """Serves the files of `folder` as `repo`; remembers which were fetched.
+
+    `refusal` is an HTTP status and an error code: of every answer, or with `only_files` of those
+    that hold a file's content (a gated repository describes itself to anybody).
+    """
 
     def __init__(self, folder: Path, repo: str) -> None:
         self.folder = folder
         self.repo = repo
         self.refusal: tuple[int, str] | None = None
+        self.only_files = False
         self.fetched: list[str] = []
         self.url = ""
 
@@ -33,29 +38,27 @@ class Hub:
         }
 
     def answer(self, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
-        api, files = f"/api/models/{self.repo}", f"/{self.repo}/resolve/{COMMIT}/"
-        if not path.startswith((api + "/", files)):
+        api, files = f"/api/models/{self.repo}/revision/", f"/{self.repo}/resolve/"
+        if path == f"/api/models/{self.repo}":
+            path = api + "main"
+        if not path.startswith((api, files)):
             return 404, {"X-Error-Code": "RepoNotFound"}, b""
-        if self.refusal:
+        if self.refusal and (path.startswith(files) or not self.only_files):
             return self.refusal[0], {"X-Error-Code": self.refusal[1]}, b""
-        if path in (f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
-            return self._json({"id": self.repo, "sha": COMMIT, "siblings": []})
-        if path.startswith(f"{api}/tree/{COMMIT}"):
-            entries = [
-                {"type": "file", "path": name, "size": len(data), "oid": _digest(data)}
-                for name, data in self.files().items()
-            ]
-            return self._json(entries)
-        name = path.removeprefix(files)
-        if path.startswith(files) and name in self.files():
-            data = self.files()[name]
-            if method == "GET":
-                self.fetched.append(name)
-            return 200, {"X-Repo-Commit": COMMIT, "ETag": f'"{_digest(data)}"'}, data
-        return 404, {"X-Error-Code": "RevisionNotFound"}, b""
-
-    def _json(self, content: object) -> tuple[int, dict[str, str], bytes]:
-        return 200, {"Content-Type": "application/json"}, json.dumps(content).encode()
+        revision, _, name = path.removeprefix(api).removeprefix(files).partition("/")
+        if revision not in ("main", COMMIT):
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b""
+        content = self.files()
+        if path.startswith(api):
+            siblings = [{"rfilename": key, "size": len(data)} for key, data in content.items()]
+            answer = {"id": self.repo, "sha": COMMIT, "siblings": siblings}
+            return 200, {"Content-Type": "application/json"}, json.dumps(answer).encode()
+        if name not in content:
+            return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, b""
+        data = content[name]
+        if method == "GET":
+            self.fetched.append(name)
+        return 200, {"X-Repo-Commit": COMMIT, "ETag": f'"{_digest(data)}"'}, data
 
 
 def _digest(data: bytes) -> str:

@@ -6,31 +6,24 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Iterator
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+from reading import all_of, assert_same_bits, read
 from safetensors.numpy import load_file, save_file
 
 from firstlight.errors import CheckpointError
-from firstlight.models.params import named_leaves
-from firstlight.sharding import make_mesh, param_shardings
-from firstlight.weights import reader
-from firstlight.weights.folder import ModelFolder, open_model
-from firstlight.weights.load import ALIGNMENT, Plan, aligned_empty
-from firstlight.weights.place import place
+from firstlight.weights import load, reader
+from firstlight.weights.folder import open_model
+from firstlight.weights.load import aligned_empty
 
 BFLOAT16 = ml_dtypes.bfloat16
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_model(tmp_path_factory.mktemp("weights") / "model")
 
 
 @dataclasses.dataclass
@@ -57,25 +50,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
     monkeypatch.setattr(os, "preadv", spy)
     return made
-
-
-def read(plan: Plan, **options: int) -> dict[str, np.ndarray]:
-    return dict(plan.read(**options))
-
-
-def all_of(model: ModelFolder, **options: int) -> dict[str, np.ndarray]:
-    return {
-        f"{component}.{path}": array
-        for component, plan in model.plans.items()
-        for path, array in read(plan, **options).items()
-    }
-
-
-def assert_same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
-    assert a.keys() == b.keys()
-    for path, value in a.items():
-        assert value.dtype == b[path].dtype and value.shape == b[path].shape
-        assert value.tobytes() == b[path].tobytes(), path
 
 
 def test_each_parameter_is_the_tensor_it_should_be(folder: Path) -> None:
@@ -196,7 +170,7 @@ class TestBytes:
         """Layers 2 and 3, the final norm and the language head of a 4-layer encoder, taps 1, 2."""
         model = open_model(folder, dtype="float32")
         read(model.plans["text_encoder"])
-        _, tensors = reader.read_header(folder / "text_encoder/model.safetensors")
+        tensors = reader.read_header(folder / "text_encoder/model.safetensors").tensors
         touched = {
             t.name
             for t in tensors
@@ -220,112 +194,68 @@ class TestBytes:
         assert all(path.startswith(("decoder.", "stats.")) for path in found)
         encoder = sum(
             t.nbytes
-            for t in reader.read_header(folder / "vae/diffusion_pytorch_model.safetensors")[1]
+            for t in reader.read_header(folder / "vae/diffusion_pytorch_model.safetensors").tensors
             if t.name.startswith(("encoder.", "quant_conv."))
         )
         whole = open_model(folder, dtype="float32").plans["vae"].nbytes
         assert encoder > 0 and reads.total == plan.nbytes == whole - encoder
 
-
-class TestPlacing:
-    @pytest.mark.parametrize("size", [1, 63, 1000])
-    def test_buffers_are_aligned(self, size: int) -> None:
-        for _ in range(20):
-            assert aligned_empty(size, np.dtype(np.float32)).ctypes.data % ALIGNMENT == 0
-
-    def test_on_a_cpu_the_buffer_is_the_array(self, folder, monkeypatch) -> None:
-        plan = open_model(folder, dtype="bfloat16").plans["transformer"]
-        specs = open_model(folder, dtype="bfloat16").specs["transformer"]
-        buffers: dict[str, int] = {}
-
-        def remember(self: Plan, **options: object) -> Iterator[tuple[str, np.ndarray]]:
-            for path, buffer in original(self, **options):
-                buffers[path] = buffer.ctypes.data
-                yield path, buffer
-
-        original = Plan.read
-        monkeypatch.setattr(Plan, "read", remember)
-        tree = place(plan, param_shardings(specs, make_mesh()))
-        arrays = dict(named_leaves(tree))
-        assert arrays.keys() == buffers.keys()
-        for path, array in arrays.items():
-            assert array.unsafe_buffer_pointer() == buffers[path], path
-
-    def test_values_and_shardings(self, folder: Path) -> None:
+    def test_rows_whose_columns_part_are_read_whole(self, folder: Path, reads: Reads) -> None:
+        """Attention and MLP columns of one matrix: one read of it, not one for each row."""
         model = open_model(folder, dtype="float32")
-        for component, plan in model.plans.items():
-            shardings = param_shardings(model.specs[component], make_mesh())
-            tree = place(plan, shardings)
-            wanted, where = read(plan), dict(named_leaves(shardings))
-            for path, array in named_leaves(tree):
-                np.testing.assert_array_equal(np.asarray(array), wanted[path])
-                assert array.sharding == where[path]
-            assert isinstance(jax.tree.leaves(tree)[0], jax.Array)
+        read(model.plans["transformer"])
+        header = reader.read_header(folder / "transformer/diffusion_pytorch_model.safetensors")
+        (tensor,) = [
+            t for t in header.tensors if t.name == "single_transformer_blocks.1.attn.to_out.weight"
+        ]
+        assert ("transformer", tensor.offset, tensor.nbytes) in reads.ranges
+
+    def test_part_of_the_tree_that_is_not_there(self, folder: Path) -> None:
+        with pytest.raises(ValueError, match="no parameters are called decodr"):
+            open_model(folder, dtype="float32").plans["vae"].only("decodr", "stats")
 
 
-class TestChangedFiles:
-    PATH = "transformer/diffusion_pytorch_model.safetensors"
+class TestAhead:
+    """How much is read before it is asked for."""
 
-    def opened(self, tmp_path: Path) -> tuple[Path, Plan]:
-        folder = tiny.write_model(tmp_path / "m")
-        plan = open_model(folder, dtype="bfloat16").plans["transformer"]
-        return folder / self.PATH, plan
+    def test_buffers_are_not_all_held_at_once(self, folder: Path, monkeypatch) -> None:
+        plan = open_model(folder, dtype="float32").plans["transformer"]
+        wanted = read(plan)
+        most = 0
 
-    @pytest.mark.parametrize("how", ["replaced", "truncated", "rewritten", "removed"])
-    def test_between_header_and_read(self, tmp_path: Path, how: str) -> None:
-        path, plan = self.opened(tmp_path)
-        content = path.read_bytes()
-        if how == "replaced":
-            (tmp_path / "new").write_bytes(content)
-            os.replace(tmp_path / "new", path)
-        elif how == "truncated":
-            os.truncate(path, len(content) // 2)
-        elif how == "rewritten":
-            path.write_bytes(content)
-            os.utime(path, ns=(1, 1))
-        else:
-            path.unlink()
-        with pytest.raises(CheckpointError, match=self.PATH):
-            read(plan)
+        def allocate(size: int, dtype: np.dtype) -> np.ndarray:
+            nonlocal most
+            buffer = aligned_empty(size, dtype)
+            alive.append(weakref.ref(buffer.base))  # the memory, not a view of it
+            most = max(most, sum(ref() is not None for ref in alive))
+            return buffer
 
-    def test_truncated_while_reading(self, tmp_path: Path, monkeypatch) -> None:
-        """The last read meets the end of the file."""
-        path, plan = self.opened(tmp_path)
-        preadv = os.preadv
+        alive: list[weakref.ref[np.ndarray]] = []
+        monkeypatch.setattr(load, "aligned_empty", allocate)
+        monkeypatch.setattr(load, "AHEAD_BYTES", 1)
+        for path, buffer in plan.read():
+            assert buffer.tobytes() == wanted[path].tobytes()
+            del buffer
+        assert len(alive) == len(wanted)
+        # The two parameters that share a matrix, and the one just handed out.
+        assert most <= 3
 
-        def cut(handle: int, buffers, offset: int) -> int:
-            os.truncate(path, 20_000)
-            return preadv(handle, buffers, offset)
-
-        monkeypatch.setattr(os, "preadv", cut)
-        with pytest.raises(CheckpointError, match="was changed while it was being loaded"):
-            read(plan, threads=1)
-
-    def test_replaced_while_reading(self, tmp_path: Path) -> None:
-        path, plan = self.opened(tmp_path)
-        buffers = plan.read(threads=1)
+    def test_who_stops_early_stops_the_reading(self, folder: Path, reads: Reads) -> None:
+        plan = open_model(folder, dtype="float32").plans["transformer"]
+        buffers = plan.read(threads=1, chunk_bytes=64)
         next(buffers)
-        (tmp_path / "new").write_bytes(path.read_bytes())
-        os.replace(tmp_path / "new", path)
-        with pytest.raises(CheckpointError, match="was changed while it was being loaded"):
-            list(buffers)
+        buffers.close()
+        assert 0 < reads.total < plan.nbytes
 
-    def test_short_reads_are_continued(self, folder: Path, monkeypatch) -> None:
-        preadv = os.preadv
-        model = open_model(folder, dtype="float32")
-        whole = all_of(model)
-
-        def short(handle: int, buffers, offset: int) -> int:
-            return preadv(handle, [buffers[0][:33]], offset)
-
-        monkeypatch.setattr(os, "preadv", short)
-        assert_same_bits(all_of(model), whole)
-
-    def test_no_handle_stays_open(self, folder: Path) -> None:
-        before = len(os.listdir("/proc/self/fd"))
-        all_of(open_model(folder, dtype="float32"))
+    def test_a_plan_with_problems_is_not_read(self, folder: Path, reads: Reads) -> None:
         plan = open_model(folder, dtype="float32").plans["vae"]
-        unfinished = plan.read()
-        next(unfinished)
-        unfinished.close()
-        assert len(os.listdir("/proc/self/fd")) == before
+        with pytest.raises(CheckpointError, match="x is missing"):
+            read(dataclasses.replace(plan, problems=["x is missing"]))
+        assert reads.ranges == []
+
+    def test_counter_adds_up_over_threads(self) -> None:
+        told: list[int] = []
+        counter = load.Counter(told.append)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(counter.add, range(1000)))
+        assert told == sorted(told) and told[-1] == counter.total == 499_500

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 from firstlight.models.params import named_leaves
 from firstlight.models.specs import autoencoder, text_encoder, transformer
 from firstlight.weights import klein
-from firstlight.weights.reader import Component, Tensor
+from firstlight.weights.component import Component
+from firstlight.weights.reader import Tensor
 from firstlight.weights.rules import Rule, expand
 
 TRANSFORMERS = {
@@ -115,5 +117,29 @@ def test_the_check_sees_a_fault_of_the_table() -> None:
     with pytest.raises(ValueError, match=r"rules fill 256 of 128 elements of stats\.var"):
         expand([*rules, rules[-1]], specs, nothing)
     half = Rule("stats.var", "bn.running_var", (256,), rows=(0, 128))
-    with pytest.raises(ValueError, match=r"rules use 128 of 256 of bn\.running_var"):
+    with pytest.raises(ValueError, match=r"rules use 128 of 256 elements of bn\.running_var"):
         expand([*rules[:-1], half], specs, nothing)
+
+
+def test_the_check_sees_two_rules_in_one_place() -> None:
+    """The counts are right: only the places are not."""
+    cfg = autoencoder.AutoencoderConfig()
+    specs = dict(named_leaves(autoencoder.spec(cfg, "bfloat16")))
+    rules = klein.autoencoder_rules(cfg)
+
+    def instead(target: str, *, part: int) -> list[Rule]:
+        return [
+            dataclasses.replace(rule, part=0)
+            if (rule.target, rule.part) == (target, part)
+            else rule
+            for rule in rules
+        ]
+
+    with pytest.raises(ValueError, match=r"fill elements of decoder\.mid\.attention\.qkv twice"):
+        expand(instead("decoder.mid.attention.qkv", part=2), specs, Component("x"))
+    whole = next(rule for rule in rules if rule.target == "stats.var")
+    halves = [dataclasses.replace(whole, shape=(256,), rows=rows) for rows in ((0, 128), (64, 192))]
+    halves[1] = dataclasses.replace(halves[1], target="stats.mean")
+    others = [rule for rule in rules if not rule.target.startswith("stats")]
+    with pytest.raises(ValueError, match=r"use elements of bn\.running_var twice"):
+        expand([*others, *halves], specs, Component("x"))

@@ -82,8 +82,8 @@ def layer_norm(x: Array, eps: float) -> Array:
 
 
 def swiglu(gate_up: Array, dtype: jnp.dtype) -> Array:
-    """silu(gate) * up, with (gate, up) on the leading axis; computed in float32."""
-    gate, up = gate_up[0].astype(jnp.float32), gate_up[1].astype(jnp.float32)
+    """silu(gate) * up of (..., 2, F) with gate before up; computed in float32."""
+    gate, up = (gate_up[..., part, :].astype(jnp.float32) for part in range(2))
     return (jax.nn.silu(gate) * up).astype(dtype)
 
 

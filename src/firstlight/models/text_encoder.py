@@ -64,14 +64,15 @@ def _layer(
     dtype, eps = h.dtype, cfg.rms_norm_eps
     y = rms_norm(h, w.input_norm, eps).astype(dtype)
     q = contract("BTD,HKD->BTHK", y, w.q).astype(dtype)
-    k, v = contract("BTD,SGKD->SBTGK", y, w.kv).astype(dtype)
+    kv = contract("BTD,SGKD->BTSGK", y, w.kv).astype(dtype)
+    k, v = kv[:, :, 0], kv[:, :, 1]
     q = _rotate(rms_norm(q, w.q_norm, eps), rope, dtype)
     k = _rotate(rms_norm(k, w.k_norm, eps), rope, dtype)
     o = attention(q, k, v, mask_BLS=mask_BTT)
     out = contract("BTHK,DHK->BTD", o, w.out, out_sharding=BY_BATCH)
     h = (h.astype(jnp.float32) + out).astype(dtype)
     y = rms_norm(h, w.post_norm, eps).astype(dtype)
-    hidden = contract("BTD,SFD->SBTF", y, w.gate_up).astype(dtype)
+    hidden = contract("BTD,SFD->BTSF", y, w.gate_up).astype(dtype)
     out = contract("BTF,DF->BTD", swiglu(hidden, dtype), w.down, out_sharding=BY_BATCH)
     return (h.astype(jnp.float32) + out).astype(dtype)
 

@@ -107,7 +107,7 @@ def _stream_out(stream: Stream[Array], cfg: TransformerConfig, x: Array, o: Arra
     out = contract("BLHK,DHK->BLD", o, stream.out, out_sharding=BY_BATCH)
     x = _residual(x, mod[2], out)
     y = _modulate(x, cfg, mod[3], mod[4])
-    hidden = contract("BLD,SFD->SBLF", y, stream.gate_up).astype(x.dtype)
+    hidden = contract("BLD,SFD->BLSF", y, stream.gate_up).astype(x.dtype)
     out = contract("BLF,DF->BLD", swiglu(hidden, x.dtype), stream.down, out_sharding=BY_BATCH)
     return _residual(x, mod[5], out)
 
@@ -120,7 +120,7 @@ def _single_block(
     y = _modulate(h, cfg, shift, scale)
     q, k, v = _qkv(block, cfg, y)
     o = attention(_rotate(q, rope, h.dtype), _rotate(k, rope, h.dtype), v)
-    hidden = contract("BLD,SFD->SBLF", y, block.gate_up).astype(h.dtype)
+    hidden = contract("BLD,SFD->BLSF", y, block.gate_up).astype(h.dtype)
     out = contract("BLHK,DHK->BLD", o, block.out_attention, out_sharding=BY_BATCH)
     out += contract("BLF,DF->BLD", swiglu(hidden, h.dtype), block.out_mlp, out_sharding=BY_BATCH)
     return _residual(h, gate, out)
@@ -128,7 +128,8 @@ def _single_block(
 
 def _qkv(block: Stream[Array] | SingleBlocks[Array], cfg: TransformerConfig, y: Array):
     """Query and key normalised per head in float32 (rounded after the rotation), value rounded."""
-    q, k, v = contract("BLD,SHKD->SBLHK", y, block.qkv).astype(y.dtype)
+    qkv = contract("BLD,SHKD->BLSHK", y, block.qkv).astype(y.dtype)
+    q, k, v = (qkv[:, :, part] for part in range(3))
     return rms_norm(q, block.q_norm, cfg.eps), rms_norm(k, block.k_norm, cfg.eps), v
 
 

@@ -16,9 +16,11 @@ from firstlight.models.specs import autoencoder, text_encoder, transformer
 from firstlight.models.specs.fields import Fields
 from firstlight.models.specs.scheduler import SchedulerConfig
 from firstlight.weights import klein
+from firstlight.weights.component import open_component, weight_files
 from firstlight.weights.load import Plan, plan
-from firstlight.weights.reader import open_component
+from firstlight.weights.reader import short
 
+INDEX = "model_index.json"
 CONFIGS = {
     "scheduler": "scheduler/scheduler_config.json",
     "text_encoder": "text_encoder/config.json",
@@ -26,7 +28,7 @@ CONFIGS = {
     "vae": "vae/config.json",
 }
 TOKENIZER = ("tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json")
-REQUIRED = ("model_index.json", *CONFIGS.values(), *TOKENIZER)
+REQUIRED = (INDEX, *CONFIGS.values(), *TOKENIZER)
 """Files that every model folder must have, besides its weights."""
 
 STEMS = {
@@ -36,9 +38,10 @@ STEMS = {
 }
 """Names of the weight files of each component, without their endings."""
 
+TEXT_ENCODER = "Qwen3ForCausalLM"
 CLASSES = {
     "scheduler": ("FlowMatchEulerDiscreteScheduler",),
-    "text_encoder": ("Qwen3ForCausalLM", "Qwen3Model"),
+    "text_encoder": (TEXT_ENCODER,),
     "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast"),
     "transformer": ("Flux2Transformer2DModel",),
     "vae": ("AutoencoderKLFlux2",),
@@ -80,12 +83,12 @@ class ModelFolder:
 
 @dataclass(frozen=True)
 class _Index:
-    """What `model_index.json` says."""
+    """What `model_index.json` says. `out_layers` is None where it does not say it properly."""
 
     class_name: str
     is_distilled: bool
     max_sequence_length: int
-    out_layers: tuple[int, ...]
+    out_layers: tuple[int, ...] | None
     default_size: int
 
 
@@ -98,6 +101,17 @@ class _Faults(list[str]):
         except CheckpointError as error:
             self.extend(error.problems or (str(error),))
             return None
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Files that a model folder must have and does not have, weight shards included."""
+    names = list(REQUIRED)
+    for component, stem in STEMS.items():
+        try:
+            names += [f"{component}/{file}" for file in weight_files(folder / component, stem)]
+        except CheckpointError:
+            continue  # an index that is there but damaged: `open_model` says so
+    return [name for name in names if not (folder / name).is_file()]
 
 
 def open_model(
@@ -143,13 +157,13 @@ def open_model(
 
 
 class _Opening:
-    """The checks of `open_model`, in order. Attributes are complete if there are no `faults`."""
+    """The checks of `open_model`, in order. No attribute is None if there are no `faults`."""
 
-    index: Any
-    transformer: Any
-    text_encoder: Any
-    vae: Any
-    scheduler: Any
+    index: Any = None
+    transformer: Any = None
+    text_encoder: Any = None
+    vae: Any = None
+    scheduler: Any = None
 
     def __init__(self, path: Path, dtype: DType) -> None:
         self.path = path
@@ -157,10 +171,14 @@ class _Opening:
         self.faults = _Faults()
         self.specs: dict[str, Any] = {}
         self.plans: dict[str, Plan] = {}
+        if not path.is_dir():
+            self.faults.append(f"{path} is {'not a folder' if path.exists() else 'not there'}")
+            return
+        if not any((path / name).exists() for name in (INDEX, *CLASSES)):
+            self.faults.append(f"{path} holds no model in diffusers' layout: {INDEX} is missing")
+            return
         attempt = self.faults.attempt
-        self.index = attempt(lambda: _read_index(path))
-        if self.index is None:
-            return  # some other kind of model or no model at all: more faults would only confuse
+        self.index = attempt(lambda: _read_index(path, self.faults))
         self.faults += [f"{name} is missing" for name in TOKENIZER if not (path / name).is_file()]
         self.transformer = attempt(
             lambda: transformer.TransformerConfig.from_json(self._json("transformer"))
@@ -174,10 +192,15 @@ class _Opening:
     def _json(self, component: str) -> dict[str, Any]:
         return _read_json(self.path / CONFIGS[component])
 
-    def _text_encoder(self) -> text_encoder.TextEncoderConfig:
-        return text_encoder.TextEncoderConfig.from_json(
-            self._json("text_encoder"), self.index.out_layers
-        )
+    def _text_encoder(self) -> text_encoder.TextEncoderConfig | None:
+        data = self._json("text_encoder")
+        f = Fields(data, CONFIGS["text_encoder"])
+        f.only("architectures", (TEXT_ENCODER,), default=(TEXT_ENCODER,))
+        self.faults += f.problems
+        out_layers = self.index.out_layers if self.index else None
+        # Without them, all but the number of layers that are needed can be checked.
+        config = text_encoder.TextEncoderConfig.from_json(data, out_layers or (0,))
+        return config if out_layers else None
 
     def _check_fit(self) -> None:
         """The three networks must speak of the same widths."""
@@ -204,20 +227,20 @@ class _Opening:
             ),
         )  # fmt: skip
         for component, module, rules, unread in tables:
+            files = open_component(self.path / component, STEMS[component])
             cfg = getattr(self, component)
             if cfg is None:
+                self.faults += files.problems
                 continue
-            files = open_component(self.path / component, STEMS[component])
             self.specs[component] = module.spec(cfg, self.dtype)
             made = plan(self.specs[component], rules(cfg), files, unread(cfg))
             self.faults += made.problems
             self.plans[component] = made
 
 
-def _read_index(path: Path) -> _Index:
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder")
-    f = Fields(_read_json(path / "model_index.json"), "model_index.json")
+def _read_index(path: Path, faults: list[str]) -> _Index:
+    """Faults of single keys go to `faults`; raises CheckpointError if there is no JSON object."""
+    f = Fields(_read_json(path / INDEX), INDEX)
     class_name = f.data.get("_class_name")
     if class_name not in variants.PIPELINE_CLASSES:
         f.fault(
@@ -225,26 +248,30 @@ def _read_index(path: Path) -> _Index:
         )
     for component, allowed in CLASSES.items():
         named = f.data.get(component)
-        if named is not None and (not isinstance(named, list) or named[-1] not in allowed):
+        if component in f.data and not (
+            isinstance(named, list) and len(named) == 2 and named[1] in allowed
+        ):
             f.fault(component, named, f"one of {', '.join(allowed)} is needed")
+    others = len(f.problems)
+    out_layers = f.integers("text_encoder_out_layers", variants.OUT_LAYERS, minimum=0)
     index = _Index(
         class_name=str(class_name),
+        out_layers=out_layers if len(f.problems) == others else None,
         is_distilled=f.flag("is_distilled", class_name == variants.KV_PIPELINE),
         max_sequence_length=f.integer("max_sequence_length", variants.MAX_SEQUENCE_LENGTH),
-        out_layers=f.integers("text_encoder_out_layers", variants.OUT_LAYERS, minimum=0),
         default_size=f.integer("default_size", variants.DEFAULT_SIZE),
     )
-    f.done()
+    faults += f.problems
     return index
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    where = path.name if path.name == "model_index.json" else f"{path.parent.name}/{path.name}"
+    where = path.name if path.name == INDEX else short(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{where} is missing") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{where} is no JSON object")

@@ -7,19 +7,14 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from firstlight.errors import CheckpointError
 from firstlight.models.variants import ALIASES
 from firstlight.progress import Progress, silent
-from firstlight.weights.folder import CLASSES, REQUIRED, STEMS
-from firstlight.weights.reader import shard_names
+from firstlight.weights.folder import missing_files
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent.parent / "data" / "demo"
-
-PATTERNS = ["model_index.json", *(f"{component}/*" for component in CLASSES)]
-"""Files of a repository that are wanted: not its single-file weights, not its pictures."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +37,13 @@ def resolve(
     """Find `model`: an existing folder, `"demo"`, an alias, or a hub id (`"org/name"`).
 
     The hub's local cache is looked at first, with no socket; the network is asked only if files
-    are missing there, and never with `offline` or the environment's HF_HUB_OFFLINE.
+    are missing there, and never with `offline` or the environment's HF_HUB_OFFLINE. `revision` is
+    a branch, a tag or a commit of the hub's repository.
 
     Raises:
         CheckpointError: not found, not complete, or refused by the hub; says what to do.
     """
-    local = (
-        Path(model) if model and Path(model).is_dir() else DEMO_FOLDER if model == DEMO else None
-    )
+    local = _local(model)
     if local is not None:
         if revision is not None:
             raise CheckpointError(
@@ -58,74 +52,51 @@ def resolve(
             )
         return ResolvedModel(local, model, None)
     repo = ALIASES.get(model, model)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo) or repo.startswith((".", "/")):
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo, re.ASCII):
         raise CheckpointError(
             f"model is {model!r}; give a folder, a hub id like 'org/name', or one of "
             f"{', '.join((DEMO, *ALIASES))}"
         )
-    offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     folder = _cached(repo, revision, cache_dir)
-    missing = ["the repository"] if folder is None else missing_files(folder)
-    if missing and offline:
-        raise CheckpointError(
-            f"{repo} is not complete in the local cache, and the hub is not asked (offline): "
-            f"missing {', '.join(missing)}. Load it once while online, or give a folder"
-        )
+    missing = ["all of it"] if folder is None else missing_files(folder)
     if missing or folder is None:
-        folder = _download(repo, revision, cache_dir)
-        missing = missing_files(folder)
-        if missing:
-            raise CheckpointError(f"{repo} lacks {', '.join(missing)} on the hub")
+        if offline or _is_offline():
+            raise CheckpointError(
+                f"{repo} is not complete in the local cache, and the hub is not asked (offline): "
+                f"missing {', '.join(missing)}. Load it once while online, or give a folder"
+            )
+        # The hub's client takes longer to import than all of the above.
+        from firstlight.weights.download import download
+
+        folder = download(repo, revision, cache_dir, progress)
     return ResolvedModel(folder, model, folder.name)
 
 
-def missing_files(folder: Path) -> list[str]:
-    """Files that a model folder needs and does not have, weight shards included."""
-    missing = [name for name in REQUIRED if not (folder / name).is_file()]
-    for component, stem in STEMS.items():
-        single = folder / component / f"{stem}.safetensors"
-        index = folder / component / f"{stem}.safetensors.index.json"
-        if single.is_file():
-            continue
-        if not index.is_file():
-            missing.append(f"{component}/{single.name}")
-            continue
-        shards = sorted(set(shard_names(index).values()))
-        missing += [f"{component}/{n}" for n in shards if not (index.parent / n).is_file()]
-    return missing
+def _local(model: str) -> Path | None:
+    path = Path(os.path.expanduser(model)) if model else None
+    if path is not None and path.is_dir():
+        return path
+    if path is not None and path.is_file():
+        raise CheckpointError(f"model is {model!r}, a file; give the model's folder")
+    return DEMO_FOLDER if model == DEMO else None
 
 
 def _cached(repo: str, revision: str | None, cache_dir: str | Path | None) -> Path | None:
     """The snapshot's folder in the local cache, complete or not. Opens no socket."""
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.constants import DEFAULT_REVISION, HF_HUB_CACHE
 
-    index = try_to_load_from_cache(repo, "model_index.json", cache_dir, revision)
-    return Path(index).parent if isinstance(index, str) else None
+    storage = Path(cache_dir or HF_HUB_CACHE).expanduser() / f"models--{repo.replace('/', '--')}"
+    commit = revision or DEFAULT_REVISION
+    reference = storage / "refs" / commit
+    if reference.is_file():
+        commit = reference.read_text(encoding="utf-8").strip()
+    folder = storage / "snapshots" / commit
+    return folder if folder.is_dir() else None
 
 
-def _download(repo: str, revision: str | None, cache_dir: str | Path | None) -> Path:
-    from huggingface_hub import errors as hub
-    from huggingface_hub import snapshot_download
+def _is_offline() -> bool:
+    """As the hub's client has it, and also where the environment was set after its import."""
+    from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    page = f"https://huggingface.co/{repo}"
-    arguments: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
-    try:
-        return Path(snapshot_download(repo, allow_patterns=PATTERNS, **arguments))
-    except hub.GatedRepoError as error:
-        raise CheckpointError(
-            f"{repo} is gated: accept its licence at {page} while logged in, then set HF_TOKEN "
-            "to a token of that account (or run `hf auth login`)"
-        ) from error
-    except hub.RevisionNotFoundError as error:
-        raise CheckpointError(f"{repo} has no revision {revision!r}") from error
-    except hub.RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"{repo} is not on the hub, or is private: check the name; for a private repository "
-            "set HF_TOKEN"
-        ) from error
-    except (hub.HfHubHTTPError, hub.LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"{repo} could not be downloaded: {reason}. Check the connection and try again; "
-            "finished files are kept"
-        ) from error
+    now = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    return HF_HUB_OFFLINE or now

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from firstlight.models.params import map_leaves, named_leaves, register_pytrees
-from firstlight.weights.load import THREADS, Plan
+from firstlight.weights.load import THREADS, Counter, Plan
+
+__all__ = ["Counter", "place"]
 
 register_pytrees()
 
@@ -33,18 +34,3 @@ def place(
         for path, buffer in plan.read(threads=threads, on_bytes=on_bytes)
     }
     return map_leaves(lambda path, _: arrays[path], shardings)
-
-
-class Counter:
-    """Adds up bytes from many threads and reports the sum."""
-
-    def __init__(self, report: Callable[[int], None]) -> None:
-        self.total = 0
-        self._report = report
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        """Count `count` more bytes and report the sum so far."""
-        with self._lock:
-            self.total += count
-            self._report(self.total)

@@ -13,7 +13,7 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ import numpy as np
 from firstlight.errors import CheckpointError
 
 ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2,
-    "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4,
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8,
 }  # fmt: skip
 MAX_HEADER = 100_000_000
 """Bytes; the limit that the format's own implementation sets."""
 
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+REPLACE = "delete it and download it again"
 
 
 @dataclass(frozen=True)
@@ -56,167 +57,110 @@ class Tensor:
     offset: int
     nbytes: int
 
-
-@dataclass
-class Component:
-    """All tensors of one component of a model, over its files. Faults are in `problems`."""
-
-    label: str
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    stamps: dict[Path, Stamp] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    @property
+    def where(self) -> str:
+        """File and name, for messages."""
+        return f"{short(self.file)}: {self.name}"
 
 
-def open_component(folder: Path, stem: str) -> Component:
-    """Read the headers of `<stem>.safetensors`, or of the shards its index names.
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself. Tensors with a malformed entry have a name and a problem only."""
 
-    Reads no weights and raises nothing: what is wrong is noted in the component's `problems`.
+    stamp: Stamp
+    names: frozenset[str]
+    tensors: tuple[Tensor, ...]
+    problems: tuple[str, ...]
+
+
+def read_header(path: Path) -> Header:
+    """Read a file's header and check that it accounts for every byte of the file.
+
+    Raises CheckpointError if there is no header to speak of; lesser faults are in its `problems`.
     """
-    component = Component(folder.name)
-    single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
-    if single.is_file():
-        _add_file(component, single)
-    elif index.is_file():
-        _add_shards(component, index)
-    else:
-        pickled = sorted(p.name for p in _files(folder) if p.suffix in PICKLED)
-        component.problems.append(
-            f"{folder.name}: neither {single.name} nor {index.name} is there"
-            + (f" ({', '.join(pickled)}: pickled weights are code and are refused)" * bool(pickled))
-        )
-    return component
-
-
-def shard_names(index: Path) -> dict[str, str]:
-    """Tensor name -> file name of an index file. Raises CheckpointError."""
+    stamp, raw = _read_header_bytes(path)
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{_short(index)} cannot be read: {error}") from error
-    names = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(names, dict) or not names:
-        raise CheckpointError(f"{_short(index)}: weight_map is missing, empty or no object")
-    for name, file in names.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(
-                f"{_short(index)}: {name} is in {file!r}; a file name in the same folder is needed"
-            )
-    return names
+        entries = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{short(path)}: the header is no JSON ({error})") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{short(path)}: the header is no JSON object")
+    entries.pop("__metadata__", None)
+    start = 8 + len(raw)
+    tensors, problems = [], []
+    for name, entry in entries.items():
+        try:
+            tensors.append(_tensor(path, name, entry, start))
+        except CheckpointError as error:
+            problems.append(str(error))
+    if not problems:
+        problems += _layout_problems(path, tensors, start, stamp.size)
+    return Header(stamp, frozenset(entries), tuple(tensors), tuple(problems))
 
 
-def _add_shards(component: Component, index: Path) -> None:
-    try:
-        names = shard_names(index)
-    except CheckpointError as error:
-        component.problems.append(str(error))
-        return
-    missing = set()
-    for file in sorted(set(names.values())):
-        path = index.parent / file
-        if path.is_file():
-            _add_file(component, path)
-        else:
-            missing.add(file)
-            component.problems.append(f"{_short(path)} is missing; {index.name} names it")
-    for name, file in names.items():
-        tensor = component.tensors.get(name)
-        if file not in missing and (tensor is None or tensor.file.name != file):
-            if any(_short(index.parent / file) in problem for problem in component.problems):
-                continue  # the shard's own fault is reported already
-            component.problems.append(f"{_short(index.parent / file)}: {name} is not in it; "
-                                      f"{index.name} says so")  # fmt: skip
-    for name, tensor in component.tensors.items():
-        if name not in names:
-            component.problems.append(
-                f"{_short(tensor.file)}: {name} is not listed in {index.name}"
-            )
-
-
-def _add_file(component: Component, path: Path) -> None:
-    try:
-        stamp, tensors = read_header(path)
-    except CheckpointError as error:
-        component.problems.append(str(error))
-        return
-    component.stamps[path] = stamp
-    for tensor in tensors:
-        twin = component.tensors.get(tensor.name)
-        if twin is not None:
-            component.problems.append(f"{_short(path)}: {tensor.name} is in {twin.file.name} too")
-        component.tensors[tensor.name] = tensor
-
-
-def read_header(path: Path) -> tuple[Stamp, list[Tensor]]:
-    """The file's identity and its tensors; raises CheckpointError if a byte is unaccounted for."""
+def _read_header_bytes(path: Path) -> tuple[Stamp, bytes]:
     try:
         with open(path, "rb") as file:
             stamp = Stamp.of(os.fstat(file.fileno()))
             head = file.read(8)
             if len(head) < 8:
                 raise CheckpointError(
-                    f"{_short(path)} has {stamp.size} bytes; a safetensors file has at least 8: "
-                    "download it again"
+                    f"{short(path)} has {stamp.size} bytes; a safetensors file has at least 8: "
+                    f"{REPLACE}"
                 )
             (length,) = struct.unpack("<Q", head)
             if length > MAX_HEADER or 8 + length > stamp.size:
                 raise CheckpointError(
-                    f"{_short(path)}: the header says it is {length} bytes long; the file has "
-                    f"{stamp.size}: it is cut off or no safetensors file"
+                    f"{short(path)}: the header says it is {length} bytes long; the file has "
+                    f"{stamp.size}: it is cut off or no safetensors file; {REPLACE}"
                 )
-            raw = file.read(length)
+            return stamp, file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{_short(path)} cannot be read: {error}") from error
-    try:
-        header = json.loads(raw)
-    except ValueError as error:
-        raise CheckpointError(f"{_short(path)}: the header is no JSON ({error})") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{_short(path)}: the header is no JSON object")
-    header.pop("__metadata__", None)
-    start = 8 + length
-    tensors = [_tensor(path, name, entry, start) for name, entry in header.items()]
-    _check_layout(path, tensors, start, stamp.size)
-    return stamp, tensors
+        raise CheckpointError(f"{short(path)} cannot be read: {error}") from error
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:
     try:
-        dtype, shape = entry["dtype"], tuple(entry["shape"])
-        begin, end = entry["data_offsets"]
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = (*shape, begin, end)
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{_short(path)}: {name} has a malformed header entry") from error
-    numbers = (*shape, begin, end)
+        raise _malformed(path, name, entry) from error
+    if not isinstance(shape, list) or not isinstance(dtype, str):
+        raise _malformed(path, name, entry)
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
-        raise CheckpointError(f"{_short(path)}: {name} has a malformed header entry")
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise CheckpointError(f"{_short(path)}: {name} has the unknown dtype {dtype!r}")
+        raise _malformed(path, name, entry)
+    if dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{short(path)}: {name} has the unknown dtype {dtype!r}")
     expected = math.prod(shape) * ITEM_BYTES[dtype]
     if end - begin != expected:
         raise CheckpointError(
-            f"{_short(path)}: {name} {dtype} {list(shape)} needs {expected} bytes; "
+            f"{short(path)}: {name} {dtype} {shape} needs {expected} bytes; "
             f"the header gives it {end - begin}"
         )
-    return Tensor(path, name, dtype, shape, start + begin, expected)
+    return Tensor(path, name, dtype, tuple(shape), start + begin, expected)
 
 
-def _check_layout(path: Path, tensors: list[Tensor], start: int, size: int) -> None:
+def _malformed(path: Path, name: str, entry: Any) -> CheckpointError:
+    return CheckpointError(f"{short(path)}: {name} has a malformed header entry {repr(entry)[:80]}")
+
+
+def _layout_problems(path: Path, tensors: list[Tensor], start: int, size: int) -> Iterator[str]:
     position = start
     for tensor in sorted(tensors, key=lambda t: (t.offset, t.nbytes)):
         if tensor.offset != position:
-            raise CheckpointError(
-                f"{_short(path)}: {tensor.name} begins at byte {tensor.offset}; {position} is "
-                "expected (tensors overlap or leave a gap)"
+            yield (
+                f"{tensor.where} begins at byte {tensor.offset}; {position} is expected (tensors "
+                "overlap or leave a gap)"
             )
+            return
         position += tensor.nbytes
     if position != size:
         what = "cut off" if size < position else "longer than its header says"
-        raise CheckpointError(
-            f"{_short(path)} is {what}: {size} bytes; {position} are expected. Download it again"
-        )
+        yield f"{short(path)} is {what}: {size} bytes; {position} are expected; {REPLACE}"
 
 
 class Source:
-    """Open files of one component, for positional reads from any thread. Counts bytes read."""
+    """The files of one component, for positional reads from any thread while they are open."""
 
     def __init__(self, stamps: dict[Path, Stamp]) -> None:
         self._stamps = stamps
@@ -230,7 +174,7 @@ class Source:
                 try:
                     self._handles[path] = os.open(path, os.O_RDONLY)
                 except OSError as error:
-                    raise CheckpointError(f"{_short(path)} cannot be read: {error}") from error
+                    raise CheckpointError(f"{short(path)} cannot be read: {error}") from error
                 if Stamp.of(os.fstat(self._handles[path])) != stamp:
                     raise CheckpointError(_changed(path))
             yield self
@@ -246,15 +190,10 @@ class Source:
             try:
                 count = os.preadv(self._handles[path], [view], offset)
             except OSError as error:
-                raise CheckpointError(f"{_short(path)} cannot be read: {error}") from error
+                raise CheckpointError(f"{short(path)} cannot be read: {error}") from error
             if count == 0:
                 raise CheckpointError(_changed(path))
             view, offset = view[count:], offset + count
-
-    def read_rows(self, path: Path, offset: int, stride: int, rows: np.ndarray) -> None:
-        """Fill each row of `rows` (bytes) from `offset`, `offset + stride`, ..."""
-        for number, row in enumerate(rows):
-            self.read_into(path, offset + number * stride, row)
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a file was replaced or written to while it was read."""
@@ -262,19 +201,15 @@ class Source:
             try:
                 same = Stamp.of(os.stat(path)) == stamp
             except OSError as error:
-                raise CheckpointError(f"{_short(path)} cannot be read: {error}") from error
+                raise CheckpointError(f"{short(path)} cannot be read: {error}") from error
             if not same:
                 raise CheckpointError(_changed(path))
 
 
 def _changed(path: Path) -> str:
-    return f"{_short(path)} was changed while it was being loaded; load it again"
+    return f"{short(path)} was changed while it was being loaded; load it again"
 
 
-def _files(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
-
-
-def _short(path: Path) -> str:
+def short(path: Path) -> str:
     """Component folder and file name: what a user needs to find the file in the model."""
     return f"{path.parent.name}/{path.name}"

@@ -2,7 +2,7 @@
 """Which bytes of which tensor become which parameter: rules, and the check that they add up.
 
 A rule maps one checkpoint tensor, or a block of its rows or columns, onto one slice of a
-parameter. Elements keep their order within a block, so every rule is a positional read.
+parameter. Elements keep their order within a block: loading never transposes.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations, pairwise
 from pathlib import Path
 
 from firstlight.models.params import LAYERS, ParamSpec
-from firstlight.weights.reader import Component, Tensor
+from firstlight.weights.component import Component
+from firstlight.weights.reader import Tensor
 
 LAYER = "{n}"
 """In a rule's source: one tensor per layer, stacked on the parameter's leading axis."""
@@ -40,21 +42,28 @@ class Rule:
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of a tensor and where it lands: `height` runs of `run` elements, `stride` apart,
-    from element `start` of the tensor on, become the target's elements from `at` on."""
+    """A block of a tensor and where it lands: row by row in the target's elements from `at` on.
+
+    The tensor is seen as a matrix: one row for each index of its first axis, `width` elements long.
+    `rows` and `columns` are (start, stop).
+    """
 
     target: str
     tensor: Tensor
+    width: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
     at: int
-    start: int
-    height: int
-    run: int
-    stride: int
+
+    @property
+    def run(self) -> int:
+        """Number of columns."""
+        return _length(self.columns)
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return self.height * self.run
+        return _length(self.rows) * self.run
 
 
 @dataclass
@@ -80,25 +89,16 @@ def expand(
     """
     made = Expansion()
     sources: dict[str, Rule] = {}
-    used: dict[str, int] = {}
-    filled = dict.fromkeys(specs, 0)
     for rule in rules:
         for layer, source in _sources(rule, specs[rule.target]):
-            tensor = component.tensors.get(source)
-            piece = _piece(rule, specs[rule.target], tensor or _absent(source), layer)
-            used[source] = used.get(source, 0) + piece.size
-            filled[rule.target] += piece.size
-            made.pieces.append(piece)
+            tensor = component.tensors.get(source) or _absent(source)
+            made.pieces.append(_piece(rule, specs[rule.target], tensor, layer))
             if source not in sources:
                 sources[source] = rule
                 made.problems += _faults(component, rule, source)
-    for target, count in filled.items():
-        if count != specs[target].size:
-            raise ValueError(f"rules fill {count} of {specs[target].size} elements of {target}")
-    for source, count in used.items():
-        if count != math.prod(sources[source].shape):
-            raise ValueError(f"rules use {count} of {math.prod(sources[source].shape)} of {source}")
-    made.problems += _unknown(component, used.keys(), tuple(unread))
+    _check_targets(made.pieces, specs)
+    _check_sources(made.pieces, sources)
+    made.problems += _unknown(component, sources.keys(), tuple(unread))
     return made
 
 
@@ -113,29 +113,58 @@ def _sources(rule: Rule, spec: ParamSpec) -> Iterator[tuple[int, str]]:
 
 
 def _piece(rule: Rule, spec: ParamSpec, tensor: Tensor, layer: int) -> Piece:
+    width = math.prod(rule.shape[1:])
+    rows, columns = rule.rows or (0, rule.shape[0]), rule.columns or (0, width)
     per_layer = math.prod(spec.shape[1:]) if LAYER in rule.source else 0
-    if rule.columns:
-        first, last = rule.columns
-        height, stride = rule.shape
-        run, start = last - first, first
-    else:
-        first, last = rule.rows or (0, rule.shape[0])
-        stride = math.prod(rule.shape[1:])
-        height, run, start = 1, (last - first) * stride, first * stride
-    at = layer * per_layer + (rule.part or 0) * height * run
-    return Piece(rule.target, tensor, at, start, height, run, stride)
+    at = layer * per_layer + (rule.part or 0) * _length(rows) * _length(columns)
+    return Piece(rule.target, tensor, width, rows, columns, at)
+
+
+def _check_targets(pieces: Iterable[Piece], specs: Mapping[str, ParamSpec]) -> None:
+    """Every element of every parameter is filled once."""
+    filled: dict[str, list[tuple[int, int]]] = {target: [] for target in specs}
+    for piece in pieces:
+        filled[piece.target].append((piece.at, piece.at + piece.size))
+    for target, blocks in filled.items():
+        count = sum(map(_length, blocks))
+        if count != specs[target].size:
+            raise ValueError(f"rules fill {count} of {specs[target].size} elements of {target}")
+        if any(start < stop for (_, stop), (start, _) in pairwise(sorted(blocks))):
+            raise ValueError(f"rules fill elements of {target} twice")
+
+
+def _check_sources(pieces: Iterable[Piece], rules: Mapping[str, Rule]) -> None:
+    """Every element of every tensor goes to one place."""
+    used: dict[str, list[Piece]] = {source: [] for source in rules}
+    for piece in pieces:
+        used[piece.tensor.name].append(piece)
+    for source, blocks in used.items():
+        count, size = sum(block.size for block in blocks), math.prod(rules[source].shape)
+        if count != size:
+            raise ValueError(f"rules use {count} of {size} elements of {source}")
+        for a, b in combinations(blocks, 2):
+            if _meet(a.rows, b.rows) and _meet(a.columns, b.columns):
+                raise ValueError(f"rules use elements of {source} twice")
+
+
+def _length(block: tuple[int, int]) -> int:
+    return block[1] - block[0]
+
+
+def _meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
 
 
 def _faults(component: Component, rule: Rule, source: str) -> Iterator[str]:
     tensor = component.tensors.get(source)
     if tensor is None:
-        yield f"{component.label}: {source} {list(rule.shape)} is missing"
+        if not component.explains(source):
+            yield f"{component.origin}: {source} {list(rule.shape)} is missing"
         return
-    where = f"{component.label}/{tensor.file.name}: {source}"
     if tensor.shape != rule.shape:
-        yield f"{where} has shape {list(tensor.shape)}; {list(rule.shape)} is expected"
+        yield f"{tensor.where} has shape {list(tensor.shape)}; {list(rule.shape)} is expected"
     if tensor.dtype not in FLOATING:
-        yield f"{where} has dtype {tensor.dtype}; {', '.join(FLOATING)} are supported"
+        yield f"{tensor.where} has dtype {tensor.dtype}; {', '.join(FLOATING)} are supported"
 
 
 def _unknown(component: Component, used: Iterable[str], unread: tuple[str, ...]) -> Iterator[str]:
@@ -144,8 +173,7 @@ def _unknown(component: Component, used: Iterable[str], unread: tuple[str, ...])
     for name, tensor in component.tensors.items():
         if name not in exact and not any(name.startswith(prefix) for prefix in prefixes):
             yield (
-                f"{component.label}/{tensor.file.name}: {name} {list(tensor.shape)} belongs to no "
-                "parameter of this architecture"
+                f"{tensor.where} {list(tensor.shape)} belongs to no parameter of this architecture"
             )
 
 
