@@ -52,6 +52,8 @@ class TestConfigs:
                 "architectures is ('Qwen3Model',); only ('Qwen3ForCausalLM',) is supported",
             ),
             ("text_encoder", {"num_key_value_heads": 3}, "is not a multiple"),
+            ("text_encoder", {"rope_parameters": 7}, "must be objects or null"),
+            ("text_encoder", {"layer_types": ["sliding_attention"]}, "layer_types is"),
             ("text_encoder", {"use_sliding_window": True}, "use_sliding_window is True"),
             ("text_encoder", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
             ("text_encoder", {"num_hidden_layers": 1}, "must lie in 0..num_hidden_layers (1)"),

@@ -74,6 +74,14 @@ class TextEncoderConfig:
         f.only("use_sliding_window", False, default=False)
         rope = data.get("rope_parameters") or {}
         scaling = data.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping) or not isinstance(scaling, Mapping):
+            f.check(False, "rope_parameters and rope_scaling must be objects or null")
+            rope, scaling = {}, {}
+        layers = data.get("layer_types") or []
+        f.check(
+            isinstance(layers, list) and all(kind == "full_attention" for kind in layers),
+            f"layer_types is {layers!r}; only 'full_attention' is supported",
+        )
         for settings in (rope, scaling):
             kind = settings.get("rope_type", settings.get("type", "default"))
             f.check(kind == "default", f"rope_type is {kind!r}; only 'default' is supported")
