@@ -77,8 +77,7 @@ class Engine:
 
         Raises DeviceError, naming the stage, if latents or decoded values are not finite.
         """
-        size = (request.height, request.width)
-        call = _Call(self, request, progress, clock)
+        call = _Call(self, request, progress)
         batches = _batches(len(request.prompts), self.programs.batch)
         for number, rows in enumerate(batches):
             text = call.text_states(tuple(request.prompts[row] for row in rows))
@@ -86,9 +85,7 @@ class Engine:
             x = call.starting_latents(rows)
             x = call.denoise(x, text, done=number, batches=len(batches))
             clock.lap("denoise")
-            decode = self.ready(self.programs.decode(*size, request.output_type))
-            vae = self.weights.vae
-            arrays, finite = (to_host(a) for a in decode(vae.decoder, vae.stats, x))
+            arrays, finite = (to_host(array) for array in call.decode(x))
             clock.lap("decode")
             # Rows that only fill up the last batch repeat its last picture.
             real = rows[: len(request.prompts) - number * self.programs.batch]
@@ -119,11 +116,15 @@ class Engine:
 class _Call:
     """The stages of one request."""
 
-    def __init__(self, engine: Engine, request: Request, progress: Progress, clock: Clock) -> None:
+    def __init__(self, engine: Engine, request: Request, progress: Progress) -> None:
         self.engine = engine
         self.request = request
         self.progress = progress
-        self.clock = clock
+        self.shape = (request.height, request.width, request.max_sequence_length)
+        # Declared once a call, not once a batch; a new size compiles both at the same time.
+        programs, submit = engine.programs, engine.compiler.submit
+        self._decoder = submit(programs.decode(*self.shape[:2], request.output_type))
+        self._step = submit(programs.denoise(*self.shape))
         self.steps = self._steps()
         self._states: dict[tuple[str, ...], jax.Array] = {}
         self._rows: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -166,10 +167,8 @@ class _Call:
         return noise(self.engine.put(seeds))[0]
 
     def denoise(self, x: jax.Array, text: jax.Array, *, done: int, batches: int) -> jax.Array:
-        request, engine = self.request, self.engine
-        shape = (request.height, request.width, request.max_sequence_length)
-        step = engine.ready(engine.programs.denoise(*shape))
-        rope = engine.rope(*shape)
+        engine, step = self.engine, self._step.result()
+        rope = engine.rope(*self.shape)
         total = batches * len(self.steps)
         previous = x
         for index, levels in enumerate(self.steps):
@@ -181,6 +180,10 @@ class _Call:
         x.block_until_ready()
         self.progress("denoise", (done + 1) * len(self.steps), total)
         return x
+
+    def decode(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        vae = self.engine.weights.vae
+        return self._decoder.result()(vae.decoder, vae.stats, x)
 
 
 def to_host(array: jax.Array) -> np.ndarray:
