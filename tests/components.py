@@ -16,11 +16,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from firstlight import sampling
+from firstlight.compile import Compiler
 from firstlight.models import autoencoder, text_encoder, transformer
 from firstlight.models.params import DATA
+from firstlight.placement import place
 from firstlight.sharding import make_mesh, param_shardings
+from firstlight.timeline import Timeline
 from firstlight.weights.folder import open_model
-from firstlight.weights.place import place
+from firstlight.weights.load import Reading
+from firstlight.weights.plan import merged
 
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 """Each function runs once: compile quickly. The pipeline's tests compile as users do."""
@@ -32,10 +36,11 @@ class Components:
     def __init__(self, folder: Path, dtype: str = "float32") -> None:
         self.mesh = make_mesh()
         self.model = open_model(folder, dtype=dtype)
-        self.weights = {
-            name: place(self.model.plans[name], param_shardings(specs, self.mesh))
-            for name, specs in self.model.specs.items()
+        shardings = {
+            name: param_shardings(specs, self.mesh) for name, specs in self.model.specs.items()
         }
+        reading = Reading(merged(self.model.plans))
+        self.weights = place(reading, shardings, Compiler(self.mesh, None), Timeline.from_now())
 
     def text(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """(B, T) int32 token ids and mask -> text states (B, T, J)."""

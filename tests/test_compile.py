@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from firstlight import compile as compile_module
 from firstlight import environment
 from firstlight.compile import Compiler, Program, compiler_options, key_fields, program_key
-from firstlight.errors import FirstlightWarning
+from firstlight.errors import ConfigError, FirstlightWarning
 from firstlight.executable_cache import ExecutableCache
 from firstlight.sharding import make_mesh
 
@@ -72,6 +72,7 @@ def fresh_jit() -> list[np.ndarray]:
 def test_kept_equals_fresh(cache: ExecutableCache) -> None:
     first, second = Compiler(MESH, cache), Compiler(MESH, cache)
     made = first.submit(program()).result()
+    first.flush()
     kept = second.submit(program()).result()
     assert (first.compiled, first.loaded) == (1, 0)
     assert (second.compiled, second.loaded) == (0, 1)
@@ -120,7 +121,9 @@ class TestCache:
 
     @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "foreign"])
     def test_damaged_entry_is_dropped_once(self, cache: ExecutableCache, damage: str) -> None:
-        good = values(Compiler(MESH, cache).submit(program()).result())
+        first = Compiler(MESH, cache)
+        good = values(first.submit(program()).result())
+        first.flush()
         path = self.entry(cache)
         content = bytearray(path.read_bytes())
         if damage == "flipped":
@@ -133,6 +136,7 @@ class TestCache:
         compiler = Compiler(MESH, cache)
         with pytest.warns(FirstlightWarning, match="is dropped: it is damaged") as caught:
             again = compiler.submit(program()).result()
+            compiler.flush()
         assert len(caught) == 1
         assert compiler.compiled == 1
         assert_same_bits(values(again), good)
@@ -140,7 +144,7 @@ class TestCache:
 
     def test_unloadable_entry_is_dropped(self, cache: ExecutableCache) -> None:
         """Intact bytes that are no executable of this jax."""
-        cache.write(program_key(program(), MESH), b"\x80\x04N.")
+        cache.write(program_key(program(), MESH), b"\x80\x04N.", {})
         compiler = Compiler(MESH, cache)
         with pytest.warns(FirstlightWarning, match="cannot be loaded"):
             compiler.submit(program()).result()
@@ -167,8 +171,78 @@ class TestCache:
 
         monkeypatch.setattr(os, "replace", full)
         with pytest.warns(FirstlightWarning, match="No space left"):
-            cache.write("k", b"payload")
+            cache.write("k", b"payload", {})
         assert list(cache.folder.iterdir()) == []
+
+
+class TestRoom:
+    """What is used least goes first, and nothing may be larger than the whole."""
+
+    @staticmethod
+    def fill(folder: Path, keys: str, limit: int) -> ExecutableCache:
+        cache = ExecutableCache(folder, limit)
+        for age, key in enumerate(keys):
+            cache.write(key, b"x" * 1000, {"program": key})
+            os.utime(folder / f"{key}.exe", (age, age))
+        return cache
+
+    def test_entries_used_longest_ago_make_room(self, tmp_path: Path) -> None:
+        cache = self.fill(tmp_path, "abc", 10**9)
+        size = (tmp_path / "a.exe").stat().st_size
+        assert cache.read("a") == b"x" * 1000  # which makes it the one used last
+        cache = ExecutableCache(tmp_path, 3 * size)
+        cache.write("d", b"y" * 1000, {"program": "d"})
+        assert [entry.key for entry in cache.entries()] == ["d", "a", "c"]
+
+    def test_one_that_is_too_large_is_not_kept(self, tmp_path: Path) -> None:
+        cache = self.fill(tmp_path, "a", 1200)
+        with pytest.warns(FirstlightWarning, match="FIRSTLIGHT_EXECUTABLE_CACHE_BYTES allows 1200"):
+            cache.write("b", b"x" * 2000, {})
+        assert [entry.key for entry in cache.entries()] == ["a"]
+
+    def test_the_limit_comes_from_the_environment(self, tmp_path: Path, monkeypatch) -> None:
+        monkeypatch.setenv("FIRSTLIGHT_EXECUTABLE_CACHE_BYTES", "123456")
+        opened = ExecutableCache.open(tmp_path)
+        assert opened is not None and opened.limit == 123456
+        monkeypatch.setenv("FIRSTLIGHT_EXECUTABLE_CACHE_BYTES", "10 GB")
+        with pytest.raises(ConfigError, match="'10 GB'; a whole number of bytes"):
+            ExecutableCache.open(tmp_path)
+
+    def test_clear(self, tmp_path: Path) -> None:
+        cache = self.fill(tmp_path, "abc", 10**9)
+        count, nbytes = cache.clear()
+        assert count == 3 and nbytes > 3000
+        assert cache.entries() == [] and list(tmp_path.iterdir()) == []
+
+
+class TestExplain:
+    def test_a_hit_needs_no_explanation(self, cache: ExecutableCache) -> None:
+        compiler = Compiler(MESH, cache)
+        compiler.submit(program()).result()
+        compiler.flush()
+        assert cache.explain(program_key(program(), MESH), key_fields(program(), MESH)) is None
+
+    def test_a_miss_names_what_changed(self, cache: ExecutableCache, monkeypatch) -> None:
+        for other in (program(), program(width=32)):
+            compiler = Compiler(MESH, cache)
+            compiler.submit(other).result()
+            compiler.flush()
+        monkeypatch.setattr(environment, "usable_cores", lambda: 77)
+        fields = key_fields(program(), MESH)
+        (line,) = cache.explain(program_key(program(), MESH), fields) or []
+        assert line.startswith("cores: ") and line.endswith(" then, 77 now")
+
+    def test_a_program_never_seen(self, cache: ExecutableCache) -> None:
+        fields = key_fields(program("new"), MESH)
+        assert cache.explain("0", fields) == ["no program 'new' was kept before"]
+
+    def test_the_reason_is_on_the_timeline(self, cache: ExecutableCache) -> None:
+        compiler = Compiler(MESH, cache)
+        compiler.submit(program()).result()
+        (load,) = [s for s in compiler.timeline.spans if s.name == "load p"]
+        assert load.facts == {"hit": False, "why": ["no program 'p' was kept before"]}
+        names = [s.name for s in compiler.timeline.spans if s.lane == load.lane]
+        assert names == ["load p", "trace and lower p", "compile p", "p ready"]
 
 
 class TestKey:

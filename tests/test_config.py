@@ -26,6 +26,9 @@ ENGINE = [
     ("images_per_device", 0, "at least 1"),
     ("images_per_device", True, "whole number"),
     ("mesh", "", "not blank"),
+    ("executable_cache", "", "not blank"),
+    ("offload", "vae", "'text_encoder'"),
+    ("staging_bytes", 1000, "at least 1048576"),
 ]
 GENERATE = [
     ("prompt", ("a fox", "  "), "none of them blank"),
@@ -33,6 +36,7 @@ GENERATE = [
     ("prompt_file", "", "a path"),
     ("output", "", "not blank"),
     ("overwrite", None, "true or false"),
+    ("compression", 10, "at most 9"),
     ("width", 0, "at least 1"),
     ("height", 64.0, "whole number"),
     ("steps", 0, "at least 1"),

@@ -16,14 +16,16 @@ ROOT = Path(firstlight.__file__).parent
 
 # Lower layers first; a module may import from its own layer and those before it.
 LAYERS = [
-    ["errors", "config", "progress", "environment"],
+    ["errors", "config", "progress", "environment", "timeline", "files"],
     ["models.params", "models.variants"],
     ["models.specs"],
     ["models"],
     ["weights", "sharding", "sampling", "tokenizer", "image", "executable_cache"],
     ["compile", "request"],
-    ["programs"],
+    ["placement"],
+    ["programs", "residency"],
     ["engine"],
+    ["start"],
     ["pipeline"],
     ["cli", "__main__", "__init__"],
 ]
@@ -93,6 +95,8 @@ def test_models_import_only_arrays(path: Path) -> None:
         "firstlight.weights.folder",
         "firstlight.weights.load",
         "firstlight.weights.hub",
+        "firstlight.weights.loading",
+        "firstlight.timeline",
         "firstlight.tokenizer",
         "firstlight.cli",
     ],

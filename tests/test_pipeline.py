@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterator
 
@@ -239,16 +238,19 @@ class TestNotFinite:
     def test_names_the_stage(self, part: str, stage: str) -> None:
         pipe = Pipeline.from_pretrained("demo")
         engine = pipe._engine
-        tree = getattr(engine.weights, part)
+        tree = engine.weights.trees[part]
 
         def broken(path: str, leaf):
             if path not in ("out", "decoder.conv_out.bias"):
                 return leaf
             return jax.device_put(np.full(leaf.shape, np.nan, leaf.dtype), leaf.sharding)
 
-        engine.weights = dataclasses.replace(engine.weights, **{part: map_leaves(broken, tree)})
+        engine.weights.trees[part] = map_leaves(broken, tree)
         with pytest.raises(DeviceError, match=f"the {stage} of seed 5 contain values"):
             pipe(PROMPT, seed=5)
+        latents = np.zeros((1, engine.programs.arch.transformer.in_channels, 8, 8), np.float32)
+        with pytest.raises(DeviceError, match=rf"the {stage} of picture 0 \(from given latents\)"):
+            pipe(PROMPT, latents=latents)
 
 
 class TestSettings:
@@ -261,7 +263,7 @@ class TestSettings:
             (dict(images_per_device=0), "images_per_device is 0"),
             (dict(fsdp=True), "fsdp is not supported yet"),
             (dict(bundle="x"), "bundle is not supported yet"),
-            (dict(offload="text_encoder"), "offload is not supported yet"),
+            (dict(offload="vae"), "offload is 'vae'; 'text_encoder' or nothing is allowed"),
         ],
     )
     def test_refused(self, settings: dict, message: str) -> None:

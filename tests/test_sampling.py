@@ -94,6 +94,11 @@ def test_fixed_and_linear_shifts_and_a_terminal_level():
     assert terminal[0] == 1 and terminal[-2] == pytest.approx(0.1, abs=1e-7) and terminal[-1] == 0
 
 
+def test_one_step_cannot_be_stretched_to_a_terminal_level():
+    with pytest.raises(RequestError, match=r"num_inference_steps is 1; .* at least 2"):
+        sampling.sigmas(SchedulerConfig(shift_terminal=0.1), 1, 1024)
+
+
 def test_position_ids():
     assert sampling.text_ids(3).tolist() == [[0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 2]]
     assert sampling.image_ids(2, 3).tolist() == [

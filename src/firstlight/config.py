@@ -134,6 +134,23 @@ class EngineConfig(ModelConfig):
         "Devices to use: data=N,model=M splits the batch over N and the weights over M. "
         "Default: one device.",
     )
+    executable_cache: str | None = setting(
+        None,
+        TEXT,
+        "Folder of compiled programs, kept for the next start, or off. Default: "
+        "firstlight/executables in the user's cache folder.",
+    )
+    offload: Literal["text_encoder"] | None = setting(
+        None,
+        one_of("text_encoder"),
+        "Free the text encoder's memory after encoding; it is read again for the next prompt. "
+        "Default: where the parameters do not fit in memory.",
+    )
+    staging_bytes: int = setting(
+        1 << 30,
+        whole_number(1 << 20),
+        "Host memory for weights on their way to an accelerator, in bytes.",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,11 +169,15 @@ class GenerateConfig(Settings):
     output: str = setting(
         DEFAULT_NAME,
         TEXT,
-        "File name of the pictures, ending in .png; {prompt} (shortened), {seed} and {index} "
-        "(position in the run, from 0) may stand in it. A name already taken gets -1, -2, ... "
-        "appended. A folder keeps the default name inside that folder.",
+        "File name of the pictures, ending in .png, .webp (without loss) or .jpg; {prompt} "
+        "(shortened), {seed} and {index} (position in the run, from 0) may stand in it. A name "
+        "already taken gets -1, -2, ... appended. A folder keeps the default name inside that "
+        "folder.",
     )
     overwrite: bool = setting(False, FLAG, "Replace files that exist.")
+    compression: int = setting(
+        1, whole_number(0, 9), "Effort of PNG compression: 0 is none, 9 the smallest files."
+    )
     width: int | None = setting(None, whole_number(1), "Pixels. Default: the model's own size.")
     height: int | None = setting(None, whole_number(1), "Pixels. Default: the model's own size.")
     steps: int | None = setting(
@@ -202,8 +223,8 @@ class ReportConfig(Settings):
 CONFIGS = (EngineConfig, GenerateConfig, ReportConfig)
 
 OTHER_VARIABLES = {
-    "FIRSTLIGHT_EXECUTABLE_CACHE": "Folder of compiled programs, kept for the next start. "
-    "Default: firstlight/executables in the user's cache folder.",
+    "FIRSTLIGHT_EXECUTABLE_CACHE_BYTES": "The most that the folder of compiled programs may hold; "
+    "what was used longest ago is removed. Default: 10 GiB.",
 }
 """Environment variables that are no setting of the command line."""
 

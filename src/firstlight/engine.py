@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -18,16 +16,9 @@ from firstlight.models.specs.scheduler import SchedulerConfig
 from firstlight.programs import Programs
 from firstlight.progress import Progress
 from firstlight.request import Request
+from firstlight.residency import Residency
+from firstlight.timeline import Timeline
 from firstlight.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weights:
-    """Parameter trees on the devices."""
-
-    text_encoder: Any
-    transformer: Any
-    vae: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +28,6 @@ class Picture:
     array: np.ndarray
     prompt: str
     seed: int
-
-
-@dataclass
-class Clock:
-    """Seconds spent in each stage of a call, as the host sees them."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    _last: float = field(default_factory=time.perf_counter)
-
-    def lap(self, stage: str) -> None:
-        """Book the time since the last lap under `stage`."""
-        now = time.perf_counter()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
-        self._last = now
 
 
 class Engine:
@@ -63,7 +40,7 @@ class Engine:
         compiler: Compiler,
         scheduler: SchedulerConfig,
         tokenizer: Tokenizer,
-        weights: Weights,
+        weights: Residency,
     ) -> None:
         self.programs = programs
         self.compiler = compiler
@@ -72,25 +49,33 @@ class Engine:
         self.weights = weights
         self._ropes: dict[tuple[int, int, int], tuple[jax.Array, ...]] = {}
 
-    def run(self, request: Request, progress: Progress, clock: Clock) -> Iterator[Picture]:
+    def run(self, request: Request, progress: Progress, timeline: Timeline) -> Iterator[Picture]:
         """Make the request's pictures, in order, `programs.batch` at a time.
+
+        Spans called encode, denoise and decode go to the timeline.
 
         Raises DeviceError, naming the stage, if latents or decoded values are not finite.
         """
         call = _Call(self, request, progress)
         batches = _batches(len(request.prompts), self.programs.batch)
+        prompts = [tuple(request.prompts[row] for row in rows) for rows in batches]
+        # A text encoder that does not stay is asked for once a request.
+        ahead = len(batches) if self.weights.policy != "all" else 1
+        states: dict[tuple[str, ...], jax.Array] = {}
         for number, rows in enumerate(batches):
-            text = call.text_states(tuple(request.prompts[row] for row in rows))
-            clock.lap("encode")
-            x = call.starting_latents(rows)
-            x = call.denoise(x, text, done=number, batches=len(batches))
-            clock.lap("denoise")
-            arrays, finite = (to_host(array) for array in call.decode(x))
-            clock.lap("decode")
+            if number % ahead == 0:
+                with timeline.span("encode"):
+                    states = call.encode(prompts[number : number + ahead])
+            text = states[prompts[number]]
+            with timeline.span("denoise"):
+                x = call.starting_latents(rows)
+                x = call.denoise(x, text, done=number, batches=len(batches))
+            with timeline.span("decode"):
+                arrays, finite = (to_host(array) for array in call.decode(x))
             # Rows that only fill up the last batch repeat its last picture.
             real = rows[: len(request.prompts) - number * self.programs.batch]
             for index, row in enumerate(real):
-                _check_finite(finite[index], request.seeds[row])
+                _check_finite(finite[index], request, row)
                 progress("decode", row + 1, len(request.prompts))
                 yield Picture(
                     array=arrays[index], prompt=request.prompts[row], seed=request.seeds[row]
@@ -98,7 +83,7 @@ class Engine:
 
     def ready(self, program: Program) -> Executable:
         """The executable of `program`, compiled now if it was not asked for before."""
-        return self.compiler.submit(program).result()
+        return self.compiler.ready(program)
 
     def rope(self, height: int, width: int, length: int) -> tuple[jax.Array, ...]:
         """Rotation tables on the devices; kept, since every call of a size needs the same."""
@@ -140,22 +125,27 @@ class _Call:
         steps = np.stack([times, levels[:-1], levels[1:]], axis=-1)
         return [self.engine.put(step, sharded=False) for step in steps]
 
-    def text_states(self, prompts: tuple[str, ...]) -> jax.Array:
-        """Text states of one batch; equal batches of a request are encoded once."""
-        if prompts not in self._states:
-            length = self.request.max_sequence_length
-            for prompt in prompts:
-                if prompt not in self._rows:
-                    self._rows[prompt] = self.engine.tokenizer.encode(prompt, length)
-            ids = np.stack([self._rows[prompt][0] for prompt in prompts])
-            mask = np.stack([self._rows[prompt][1] for prompt in prompts])
-            encode = self.engine.ready(self.engine.programs.encode(length))
-            weights = self.engine.weights.text_encoder
-            (states,) = encode(weights, self.engine.put(ids), self.engine.put(mask))
-            # Batches come in prompt order, so only the newest states can be asked for again.
-            self._states = {prompts: states}
-            self.progress("encode", 1, 1)
-        return self._states[prompts]
+    def encode(self, batches: list[tuple[str, ...]]) -> dict[tuple[str, ...], jax.Array]:
+        """Text states of each different batch; those of the last call are not made again."""
+        known, self._states = self._states, {}
+        for prompts in dict.fromkeys(batches):
+            found = known.get(prompts)
+            self._states[prompts] = self._encode(prompts) if found is None else found
+        self.engine.weights.encoded()
+        return self._states
+
+    def _encode(self, prompts: tuple[str, ...]) -> jax.Array:
+        length = self.request.max_sequence_length
+        for prompt in prompts:
+            if prompt not in self._rows:
+                self._rows[prompt] = self.engine.tokenizer.encode(prompt, length)
+        ids = np.stack([self._rows[prompt][0] for prompt in prompts])
+        mask = np.stack([self._rows[prompt][1] for prompt in prompts])
+        encode = self.engine.ready(self.engine.programs.encode(length))
+        weights = self.engine.weights.encoder()
+        (states,) = encode(weights, self.engine.put(ids), self.engine.put(mask))
+        self.progress("encode", 1, 1)
+        return states
 
     def starting_latents(self, rows: list[int]) -> jax.Array:
         request, programs = self.request, self.engine.programs
@@ -168,21 +158,21 @@ class _Call:
 
     def denoise(self, x: jax.Array, text: jax.Array, *, done: int, batches: int) -> jax.Array:
         engine, step = self.engine, self._step.result()
-        rope = engine.rope(*self.shape)
+        rope, weights = engine.rope(*self.shape), engine.weights.painter("transformer")
         total = batches * len(self.steps)
         previous = x
         for index, levels in enumerate(self.steps):
             # At most one step runs ahead of the host: the bar is true and a cancel works.
             previous.block_until_ready()
             previous = x
-            (x,) = step(engine.weights.transformer, x, text, rope, levels)
+            (x,) = step(weights, x, text, rope, levels)
             self.progress("denoise", done * len(self.steps) + index, total)
         x.block_until_ready()
         self.progress("denoise", (done + 1) * len(self.steps), total)
         return x
 
     def decode(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        vae = self.engine.weights.vae
+        vae = self.engine.weights.painter("vae")
         return self._decoder.result()(vae.decoder, vae.stats, x)
 
 
@@ -199,11 +189,13 @@ def _batches(count: int, size: int) -> list[list[int]]:
     ]
 
 
-def _check_finite(finite: np.ndarray, seed: int) -> None:
+def _check_finite(finite: np.ndarray, request: Request, row: int) -> None:
+    own = request.latents is not None
+    picture = f"picture {row} (from given latents)" if own else f"seed {request.seeds[row]}"
     for good, stage in zip(finite, ("denoised latents", "decoded picture"), strict=True):
         if not good:
             raise DeviceError(
-                f"the {stage} of seed {seed} contain values that are not finite: no picture is "
+                f"the {stage} of {picture} contain values that are not finite: no picture is "
                 "made. Damaged weights or a dtype with too little range are the usual causes; "
                 "try dtype float32"
             )

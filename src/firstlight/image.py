@@ -1,30 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures as PNG files that carry how they were made, and back."""
+"""Pictures as files that carry how they were made, and back."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from firstlight.errors import RequestError
+from firstlight.files import Draft, draft
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
 METADATA_KEY = "firstlight"
-EXTENSIONS = (".png",)
-"""Lossless and able to carry metadata: a picture can be compared bit for bit, and made again."""
+EXTENSIONS = (".png", ".webp", ".jpg", ".jpeg")
+"""The first two are written without loss: a picture can be compared bit for bit. All carry how the
+picture was made."""
 
 # zlib level 1 writes a 1024 px picture 2.6 times faster than the default 6; 15 % more bytes.
-_COMPRESSION = 1
-# What os.link raises where a file system has no hard links.
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+COMPRESSION = 1
+_JPEG_QUALITY = 95
+# EXIF: the sub-directory, and its UserComment, whose first 8 bytes name its encoding.
+_EXIF_FOLDER, _USER_COMMENT, _ASCII = 0x8769, 0x9286, b"ASCII\0\0\0"
 
 
 def save_image(
@@ -33,12 +34,14 @@ def save_image(
     metadata: Mapping[str, Any],
     *,
     overwrite: bool = False,
+    compression: int = COMPRESSION,
 ) -> Path:
-    """Write a PIL image or a uint8 array (H, W, 3) as PNG, and return the path it got.
+    """Write a PIL image or a uint8 array (H, W, 3), and return the path it got.
 
-    `metadata` must be JSON-able. If `path` is taken and `overwrite` is false, `-1`, `-2`, ... is
-    appended to its stem; claiming a name is atomic, so two processes never share one. The file
-    appears under its name only when it is complete.
+    The extension names the format: PNG, WebP (without loss) or JPEG (quality 95). `compression` is
+    the level of PNG, 0 (none) to 9. `metadata` must be JSON-able. If `path` is taken and
+    `overwrite` is false, `-1`, `-2`, ... is appended to its stem; claiming a name is atomic, so
+    two processes never share one. The file appears under its name only when it is complete.
 
     Raises `RequestError` for an image or a file extension that cannot be written, `OSError` where
     the file system refuses.
@@ -48,14 +51,12 @@ def save_image(
         allowed = ", ".join(EXTENSIONS)
         raise RequestError(f"{path}: extension {path.suffix!r} is not supported; use {allowed}")
     picture = _as_pil(image)
-    with _temporary_beside(path) as temporary:
-        picture.save(
-            temporary, format="PNG", pnginfo=_png_info(metadata), compress_level=_COMPRESSION
-        )
+    with draft(path.parent) as made:
+        _encode(picture, made.file, path.suffix.lower(), metadata, compression)
         if overwrite:
-            os.replace(temporary, path)
+            made.publish(path, replace=True)
             return path
-        return _claim(temporary, path)
+        return _claim(made, path)
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
         with Image.open(path) as image:
             if METADATA_KEY not in image.info:
                 image.load()  # other programs write text after the pixels
-            text = image.info.get(METADATA_KEY)
+            text = image.info.get(METADATA_KEY) or _user_comment(image)
     except FileNotFoundError:
         raise RequestError(f"{path}: no such file") from None
     except Image.UnidentifiedImageError:
@@ -74,7 +75,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise RequestError(f"{path} cannot be read: {error}") from error
     if text is None:
-        raise RequestError(f"{path} does not say how it was made; firstlight's own PNG files do")
+        raise RequestError(f"{path} does not say how it was made; firstlight's own files do")
     try:
         metadata = json.loads(text)
     except ValueError:
@@ -96,6 +97,39 @@ def _as_pil(image: Any) -> Image.Image:
     return Image.fromarray(image)
 
 
+def _encode(
+    picture: Image.Image, file: BinaryIO, suffix: str, metadata: Mapping[str, Any], compression: int
+) -> None:
+    if suffix == ".png":
+        info = _png_info(metadata)
+        picture.save(file, format="PNG", pnginfo=info, compress_level=compression)
+    elif suffix == ".webp":
+        picture.save(file, format="WEBP", lossless=True, exif=_exif(metadata))
+    else:
+        picture.save(file, format="JPEG", quality=_JPEG_QUALITY, exif=_exif(metadata))
+
+
+def _exif(metadata: Mapping[str, Any]) -> Image.Exif:
+    from PIL import Image
+
+    exif = Image.Exif()
+    text = json.dumps({METADATA_KEY: metadata}, allow_nan=False)  # ASCII: other characters escaped
+    exif.get_ifd(_EXIF_FOLDER)[_USER_COMMENT] = _ASCII + text.encode("ascii")
+    return exif
+
+
+def _user_comment(image: Image.Image) -> str | None:
+    """The metadata that `_exif` stored, as JSON; None if there is none."""
+    comment = image.getexif().get_ifd(_EXIF_FOLDER).get(_USER_COMMENT)
+    if not isinstance(comment, bytes) or not comment.startswith(_ASCII):
+        return None
+    try:
+        found = json.loads(comment[len(_ASCII) :])
+    except ValueError:
+        return None
+    return json.dumps(found[METADATA_KEY]) if METADATA_KEY in found else None
+
+
 def _png_info(metadata: Mapping[str, Any]) -> Any:
     from PIL.PngImagePlugin import PngInfo
 
@@ -108,46 +142,14 @@ def _png_info(metadata: Mapping[str, Any]) -> Any:
     return info
 
 
-@contextlib.contextmanager
-def _temporary_beside(path: Path) -> Iterator[Path]:
-    """Create an empty file of a free hidden name in the folder of `path`; remove it at the end."""
-    temporary = path.parent / f".firstlight-{os.urandom(8).hex()}.tmp"
-    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    try:
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def check_writable(folder: Path) -> None:
-    """Raise `OSError` unless a file can be created in `folder` (permission bits do not tell)."""
-    with _temporary_beside(folder / "probe"):
-        pass
-
-
-def _claim(temporary: Path, path: Path) -> Path:
-    """Give the complete file `temporary` the first free name of `path`, `path`-1, `path`-2, ..."""
+def _claim(made: Draft, path: Path) -> Path:
+    """Give the finished file the first free name of `path`, `path`-1, `path`-2, ..."""
     count = 0
     while True:
         name = path if count == 0 else path.with_name(f"{path.stem}-{count}{path.suffix}")
         try:
-            _move_to_free_name(temporary, name)
+            made.publish(name, replace=False)
         except FileExistsError:
             count += 1
         else:
             return name
-
-
-def _move_to_free_name(temporary: Path, name: Path) -> None:
-    """Rename without ever replacing; raises `FileExistsError` if `name` is taken."""
-    try:
-        os.link(temporary, name)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        try:
-            os.replace(temporary, name)
-        except BaseException:
-            name.unlink(missing_ok=True)
-            raise

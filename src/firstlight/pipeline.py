@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,19 +13,15 @@ from jax.sharding import Mesh
 from PIL import Image
 
 from firstlight import environment
-from firstlight.compile import Compiler, Executable
-from firstlight.engine import Clock, Engine, Picture, Weights
+from firstlight.engine import Engine, Picture
 from firstlight.errors import ConfigError, FirstlightError, RequestError
-from firstlight.executable_cache import ExecutableCache
-from firstlight.models.params import DATA, MODEL, as_dtype
-from firstlight.programs import Architecture, Programs
 from firstlight.progress import Progress, silent
 from firstlight.request import Limits, Request, complete
-from firstlight.sharding import make_mesh, param_shardings, parse_mesh
-from firstlight.tokenizer import Tokenizer
-from firstlight.weights.folder import ModelFolder, open_model
-from firstlight.weights.hub import resolve
-from firstlight.weights.place import Counter, place
+from firstlight.start import Layout, limits, start
+from firstlight.timeline import Timeline, by_name
+from firstlight.weights.folder import ModelFolder
+from firstlight.weights.load import STAGING_BYTES
+from firstlight.weights.loading import Loading
 
 UNBUILT = (
     "image",
@@ -64,10 +58,11 @@ class Pipeline:
     """A loaded klein model. Make one with `from_pretrained`, then call it any number of times."""
 
     def __init__(
-        self, model: ModelFolder, engine: Engine, progress: Progress, timings: dict[str, float]
+        self, model: ModelFolder, engine: Engine, progress: Progress, timeline: Timeline
     ) -> None:
         self.model = model
-        self.load_timings = timings
+        self.timeline = timeline
+        self.load_timings = by_name(timeline.critical_path())
         self._engine = engine
         self._progress = progress
 
@@ -85,14 +80,15 @@ class Pipeline:
         cache_dir: str | Path | None = None,
         is_distilled: bool | None = None,
         sizes: Sequence[tuple[int, int]] | None = None,
-        executable_cache: bool = True,
+        executable_cache: bool | str | Path | None = True,
         progress: Progress = silent,
         transformer: Any = None,
         vae: Any = None,
         text_encoder: Any = None,
         tokenizer: Any = None,
         bundle: Any = None,
-        offload: Any = None,
+        offload: str | None = None,
+        staging_bytes: int = STAGING_BYTES,
     ) -> Pipeline:
         """Load `model` and compile its programs at the same time; return when both are done.
 
@@ -107,47 +103,49 @@ class Pipeline:
             is_distilled: overrides what `model_index.json` says.
             sizes: (height, width) pairs to compile for now; the model's default size if None.
                 Other sizes are compiled when first asked for.
-            executable_cache: keep compiled programs on disk for the next start.
+            executable_cache: keep compiled programs on disk for the next start: in this folder,
+                in the user's cache folder (True), or nowhere (False).
+            offload: `"text_encoder"` frees the text encoder's memory after encoding and reads it
+                again for the next prompt; by itself where the parameters do not fit.
+            staging_bytes: host memory for weights on their way to an accelerator.
             progress: called as `progress(stage, done, total)` from any thread.
 
         Raises:
             ConfigError: a setting is not usable. CheckpointError: the model's files are not;
                 all their faults are listed, before any weight is read. RequestError: a size.
+                DeviceError: the parameters do not fit in memory.
         """
         later = dict(
             fsdp=fsdp or None, transformer=transformer, vae=vae, text_encoder=text_encoder,
-            tokenizer=tokenizer, bundle=bundle, offload=offload,
+            tokenizer=tokenizer, bundle=bundle,
         )  # fmt: skip
         _refuse_unbuilt(later, ConfigError)
-        clock = Clock()
-        as_dtype(dtype)  # before anything is downloaded
-        mesh = _mesh(mesh)
-        batch = mesh.shape[DATA] * _positive("images_per_device", images_per_device)
-        folder = _find(str(model), revision, offline, cache_dir, dtype, is_distilled, progress)
-        programs = Programs(_architecture(folder), mesh, batch)
-        clock.lap("resolve")
-        compiler = Compiler(mesh, ExecutableCache.open() if executable_cache else None)
-        try:
-            compiling = _start_compiling(folder, programs, compiler, sizes)
-            progress("compile", 0, len(compiling))
-            reader = Tokenizer.from_folder(folder.tokenizer, folder.text_encoder.vocab_size)
-            weights = _load(folder, mesh, progress)
-            clock.lap("load")
-            for done, future in enumerate(as_completed(compiling), 1):
-                future.result()
-                progress("compile", done, len(compiling))
-            clock.lap("compile_wait")
-        except BaseException:
-            compiler.close()
-            raise
-        engine = Engine(
-            programs=programs,
-            compiler=compiler,
-            scheduler=folder.scheduler,
-            tokenizer=reader,
-            weights=weights,
+        loading = Loading(
+            model,
+            dtype=dtype,
+            revision=revision,
+            offline=offline,
+            cache_dir=cache_dir,
+            is_distilled=is_distilled,
+            staging_bytes=staging_bytes,
+            progress=progress,
         )
-        return cls(folder, engine, progress, clock.seconds)
+        layout = Layout(
+            mesh=mesh,
+            images_per_device=images_per_device,
+            sizes=sizes,
+            executable_cache=executable_cache,
+            offload=offload,
+        )
+        return cls.from_loading(loading, layout, progress)
+
+    @classmethod
+    def from_loading(
+        cls, loading: Loading, layout: Layout, progress: Progress = silent
+    ) -> Pipeline:
+        """Like `from_pretrained`, for a model whose loading has begun (before jax was imported)."""
+        folder, engine = start(loading, layout, progress)
+        return cls(folder, engine, progress, loading.timeline)
 
     def __call__(
         self,
@@ -209,9 +207,10 @@ class Pipeline:
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[Result]:
-        clock = Clock()
-        for picture in self._engine.run(request, self._progress, clock):
-            seconds, clock.seconds = clock.seconds, {}
+        timeline = Timeline.from_now()
+        for picture in self._engine.run(request, self._progress, timeline):
+            seconds = by_name(timeline.critical_path())
+            timeline.restart()
             yield Result(
                 images=_images([picture.array], request.output_type),
                 seeds=[picture.seed],
@@ -223,7 +222,7 @@ class Pipeline:
     @property
     def limits(self) -> Limits:
         """Sizes, defaults and text length that the loaded model implies."""
-        return _limits(self.model)
+        return limits(self.model)
 
     @property
     def programs_compiled(self) -> int:
@@ -254,75 +253,6 @@ class Pipeline:
         }
 
 
-def _limits(folder: ModelFolder) -> Limits:
-    return Limits(
-        variant=folder.variant,
-        default_size=folder.default_size,
-        pixel_multiple=folder.vae.pixel_multiple,
-        token_channels=folder.transformer.in_channels,
-        max_sequence_length=folder.max_sequence_length,
-    )
-
-
-def _find(
-    model: str,
-    revision: str | None,
-    offline: bool,
-    cache_dir: str | Path | None,
-    dtype: str,
-    is_distilled: bool | None,
-    progress: Progress,
-) -> ModelFolder:
-    found = resolve(
-        model, revision=revision, offline=offline, cache_dir=cache_dir, progress=progress
-    )
-    return open_model(
-        found.path,
-        dtype=dtype,
-        is_distilled=is_distilled,
-        name=found.name,
-        revision=found.revision,
-    )
-
-
-def _architecture(folder: ModelFolder) -> Architecture:
-    return Architecture(
-        transformer=folder.transformer,
-        text_encoder=folder.text_encoder,
-        vae=folder.vae,
-        dtype=folder.dtype,
-    )
-
-
-def _start_compiling(
-    folder: ModelFolder,
-    programs: Programs,
-    compiler: Compiler,
-    sizes: Sequence[tuple[int, int]] | None,
-) -> list[Future[Executable]]:
-    """Submit the programs of every size; sizes are checked before any is."""
-    sizes = [(folder.default_size, folder.default_size)] if sizes is None else sizes
-    for height, width in sizes:
-        _limits(folder).check_size(height, width)
-    length = folder.max_sequence_length
-    wanted = [p for size in sizes for p in programs.text_to_image(*size, length, "pil")]
-    return list(dict.fromkeys(compiler.submit(program) for program in wanted))
-
-
-def _load(folder: ModelFolder, mesh: Mesh, progress: Progress) -> Weights:
-    """Stream the parameters of text to image onto the devices."""
-    plans = dict(folder.plans, vae=folder.plans["vae"].only("decoder", "stats"))
-    specs = dict(folder.specs, vae=dataclasses.replace(folder.specs["vae"], encoder=None))
-    total = sum(plan.nbytes for plan in plans.values())
-    progress("load", 0, total)
-    counter = Counter(lambda count: progress("load", count, total))
-    trees = {
-        name: place(plans[name], param_shardings(specs[name], mesh), on_bytes=counter.add)
-        for name in ("text_encoder", "transformer", "vae")
-    }
-    return Weights(**trees)
-
-
 def _images(arrays: Sequence[np.ndarray], output_type: str) -> Any:
     if output_type == "pil":
         return [Image.fromarray(array) for array in arrays]
@@ -342,20 +272,6 @@ def _merged(results: list[Result], output_type: str) -> Result:
         metadata=[entry for result in results for entry in result.metadata],
         timings=timings,
     )
-
-
-def _mesh(mesh: str | Mesh | None) -> Mesh:
-    if isinstance(mesh, Mesh):
-        if tuple(mesh.axis_names) != (DATA, MODEL):
-            raise ConfigError(f"mesh has axes {mesh.axis_names}; ('data', 'model') are needed")
-        return mesh
-    return make_mesh(*parse_mesh(mesh or ""))
-
-
-def _positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} is {value!r}; a whole number of at least 1 is needed")
-    return value
 
 
 def _refuse_unbuilt(arguments: dict[str, Any], error: type[FirstlightError]) -> None:

@@ -75,6 +75,9 @@ def sigmas(
 
     `custom` replaces the even spacing from 1 to 1/steps; it is shifted too. Reference:
     diffusers FlowMatchEulerDiscreteScheduler.set_timesteps.
+
+    Raises RequestError where the schedule stretches to a terminal level and has one step only:
+    that step is at level 1 and cannot be stretched (the reference divides by zero).
     """
     steps = num_inference_steps
     spaced = np.linspace(1.0, 1.0 / steps, steps) if custom is None else np.asarray(custom)
@@ -88,6 +91,11 @@ def sigmas(
         levels = factor / (factor + (1 / levels - 1))
     if cfg.shift_terminal is not None:
         rest = 1 - levels
+        if rest[-1] == 0:
+            raise RequestError(
+                f"num_inference_steps is {steps}; this model's schedule (shift_terminal "
+                f"{cfg.shift_terminal}) needs a last step below noise level 1: at least 2"
+            )
         levels = 1 - rest * np.float32((1 - cfg.shift_terminal) / rest[-1])
     return np.append(levels, np.float32(0)).astype(np.float32)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from firstlight.cli.clock import Budget, process_seconds
 from firstlight.cli.display import Bars, Display, Lines, describe, make_display
 from firstlight.config import ReportConfig
 
@@ -134,24 +133,3 @@ def test_a_terminal_gets_bars_and_a_pipe_does_not(tmp_path):
     assert out == b"a-1.png\tseed 1\n"
     assert "\N{BOX DRAWINGS HEAVY HORIZONTAL}".encode() in shown
     assert b"save 1 of 1 pictures" in shown
-
-
-def test_the_age_of_this_process_is_that_of_the_operating_system():
-    code = "from firstlight.cli.clock import process_seconds as p; print(p())"
-    begun = time.perf_counter()
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
-    assert 0 <= float(printed) <= time.perf_counter() - begun + 0.02
-    assert process_seconds() > float(printed)
-
-
-def test_a_budget_adds_up_to_its_total():
-    budget = Budget()
-    for _ in range(2):
-        with budget.part("load"):
-            time.sleep(0.01)
-    time.sleep(0.01)
-    parts = budget.close()
-    total = parts.pop("total")
-    assert sum(parts.values()) == pytest.approx(total)
-    assert parts["load"] >= 0.02
-    assert parts["other"] >= 0.01

@@ -85,12 +85,12 @@ def test_json_is_one_document(command):
     assert second["seed"] == 8
     assert first["metadata"] == read_metadata("a-fox-7.png")
     timings = document["timings"]
-    stages = timings.pop("stages")
-    total = timings.pop("total")
-    assert set(timings) == {"start", "import", "generate", "save", "other"}
-    assert sum(timings.values()) == pytest.approx(total)
-    assert set(stages["load"]) == {"resolve", "load"}
-    assert set(stages["generate"]) == {"encode", "denoise", "decode"}
+    path = timings["critical_path"]
+    assert sum(seconds for _, seconds in path) == pytest.approx(timings["total"])
+    names = {name for name, _ in path}
+    assert {"process start", "command line", "first image"} <= names
+    assert timings["limited_by"] in names
+    assert set(timings["stages"]) == {"encode", "denoise", "decode"}
     assert len(document["repeat"]["seconds"]) == 1
 
 
@@ -105,10 +105,11 @@ def test_repeat_makes_the_same_pictures_again_and_reports_each_time(command):
     assert len(ranked) == 4
     assert repeat["min"] == ranked[0]
     assert repeat["median"] == pytest.approx((ranked[1] + ranked[2]) / 2)
-    assert sum(ranked) == pytest.approx(document["timings"]["generate"])
+    spans = [span["name"] for span in document["timings"]["spans"]]
+    assert spans.count("repetition") >= 3
     assert len(list(Path().iterdir())) == 1
     err = command("generate", "a fox", "--repeat", "3").err
-    assert err.count("repetition ") == 3
+    assert sum(line.startswith("repetition ") for line in err.splitlines()) == 3
     assert "median" in err
 
 
@@ -184,7 +185,8 @@ def test_quiet_ordinary_and_verbose_tell_more_and_more(command):
     assert [line.split()[:4] for line in lines["--verbose"] if line.startswith("denoise")] == [
         ["denoise", str(step), "of", "3"] for step in (1, 2, 3)
     ]
-    assert "generate: decode 0.100 s" in lines["--verbose"]
+    assert "pictures: decode 0.100 s" in lines["--verbose"]
+    assert "critical path:" in lines["--verbose"]
 
 
 @pytest.mark.parametrize(
@@ -201,25 +203,36 @@ def test_the_pipeline_is_opened_with_the_engine_settings_and_the_size(monkeypatc
     from types import ModuleType, SimpleNamespace
 
     from firstlight.cli import generate
-    from firstlight.cli.clock import Budget
     from firstlight.config import EngineConfig, GenerateConfig
+    from firstlight.timeline import Timeline
+    from firstlight.weights import loading
 
     opened = {}
 
-    class Pipeline:
-        @staticmethod
-        def from_pretrained(model, **settings):
+    class Loading:
+        def __init__(self, model, **settings):
             opened.update(settings, model=model)
 
-    module = ModuleType("firstlight.pipeline")
-    module.Pipeline = Pipeline
-    monkeypatch.setitem(sys.modules, "firstlight.pipeline", module)
+    class Pipeline:
+        @staticmethod
+        def from_loading(begun, layout, progress):
+            assert isinstance(begun, Loading)
+            opened.update(layout, progress=progress)
+
+    monkeypatch.setattr(loading, "Loading", Loading)
+    for name, contents in (
+        ("firstlight.pipeline", {"Pipeline": Pipeline}),
+        ("firstlight.start", {"Layout": dict}),
+    ):
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
     display = SimpleNamespace(advance=print)
     engine = EngineConfig(model="m", dtype="float32", is_distilled=False, images_per_device=2)
-    budget = Budget()
-    generate._open_pipeline(engine, GenerateConfig(**given), display, budget)
-    assert {"import", "load"} <= set(budget.seconds)
-    assert opened == {**vars(engine), "sizes": sizes, "progress": print}
+    timeline = Timeline.from_now()
+    generate._open_pipeline(engine, GenerateConfig(**given), display, timeline)
+    assert [span.name for span in timeline.spans] == ["imports"]
+    assert opened == {**vars(engine), "sizes": sizes, "progress": print, "timeline": timeline}
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])

@@ -113,9 +113,35 @@ def test_widened_products_are_the_same_numbers() -> None:
         return layers.contract("LD,FD->LF", x, w)
 
     plain = np.asarray(jax.jit(product)(x, w))
-    with layers.widened_products(True):
+    with layers.tracing_for(layers.Kernels(widen=True)):
         wide = np.asarray(jax.jit(lambda x, w: product(x, w))(x, w))
     assert wide.dtype == plain.dtype == np.float32
     exact = x.astype(np.float64) @ w.astype(np.float64).T
     for found in (plain, wide):
         np.testing.assert_allclose(found, exact, atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    ("subscripts", "x", "w"),
+    [
+        ("BLD,SHKD->BLSHK", (2, 33, 64), (3, 2, 16, 64)),
+        ("BLHK,DHK->BLD", (2, 33, 4, 16), (24, 4, 16)),
+        ("BLF,DF->BLD", (2, 33, 64), (24, 64)),
+        ("BE,SDE->SBD", (2, 64), (3, 24, 64)),
+    ],
+)
+def test_flattened_weights_give_the_same_bits(subscripts, x, w, dtype) -> None:
+    rng = np.random.default_rng(2)
+    placed = [
+        jax.device_put(rng.standard_normal(shape, np.float32).astype(dtype), sharding)
+        for shape, sharding in ((x, NamedSharding(MESH, P(DATA))), (w, NamedSharding(MESH, P())))
+    ]
+    found = []
+    for flatten in (False, True):
+        with jax.set_mesh(MESH), layers.tracing_for(layers.Kernels(flatten=flatten)):
+            product = jax.jit(lambda x, w: layers.contract(subscripts, x, w))
+            found.append(np.asarray(product(*placed)))
+    plain, flat = found
+    assert flat.shape == plain.shape
+    np.testing.assert_array_equal(flat, plain)

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from firstlight.weights import load
 from firstlight.weights.folder import ModelFolder
-from firstlight.weights.load import Plan
+from firstlight.weights.plan import Plan
 
 
-def read(plan: Plan, **options: int) -> dict[str, np.ndarray]:
-    return dict(plan.read(**options))
+def read(plan: Plan, **options: Any) -> dict[str, np.ndarray]:
+    return dict(load.read(plan, **options))
 
 
-def all_of(model: ModelFolder, **options: int) -> dict[str, np.ndarray]:
+def all_of(model: ModelFolder, **options: Any) -> dict[str, np.ndarray]:
     return {
         f"{component}.{path}": array
         for component, plan in model.plans.items()

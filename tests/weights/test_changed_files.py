@@ -11,8 +11,9 @@ import tiny
 from reading import all_of, assert_same_bits, read
 
 from firstlight.errors import CheckpointError
+from firstlight.weights import load
 from firstlight.weights.folder import open_model
-from firstlight.weights.load import Plan
+from firstlight.weights.plan import Plan
 
 
 class TestChangedFiles:
@@ -55,7 +56,7 @@ class TestChangedFiles:
 
     def test_replaced_while_reading(self, tmp_path: Path) -> None:
         path, plan = self.opened(tmp_path)
-        buffers = plan.read(threads=1)
+        buffers = load.read(plan, threads=1)
         next(buffers)
         (tmp_path / "new").write_bytes(path.read_bytes())
         os.replace(tmp_path / "new", path)
@@ -77,7 +78,7 @@ class TestChangedFiles:
         before = len(os.listdir("/proc/self/fd"))
         all_of(open_model(folder, dtype="float32"))
         plan = open_model(folder, dtype="float32").plans["vae"]
-        unfinished = plan.read()
+        unfinished = load.read(plan)
         next(unfinished)
         unfinished.close()
         assert len(os.listdir("/proc/self/fd")) == before

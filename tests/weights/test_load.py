@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -19,9 +18,11 @@ from reading import all_of, assert_same_bits, read
 from safetensors.numpy import load_file, save_file
 
 from firstlight.errors import CheckpointError
+from firstlight.timeline import Timeline
 from firstlight.weights import load, reader
 from firstlight.weights.folder import open_model
-from firstlight.weights.load import aligned_empty
+from firstlight.weights.load import Reading
+from firstlight.weights.plan import merged
 
 BFLOAT16 = ml_dtypes.bfloat16
 
@@ -159,7 +160,7 @@ class TestBytes:
         model = open_model(folder, dtype="bfloat16")
         told: list[int] = []
         for plan in model.plans.values():
-            list(plan.read(chunk_bytes=chunk_bytes, on_bytes=told.append))
+            list(load.read(plan, chunk_bytes=chunk_bytes, on_bytes=told.append))
         needed = sum(plan.nbytes for plan in model.plans.values())
         assert reads.total == sum(told) == needed
         ranges = sorted(reads.ranges)
@@ -218,31 +219,59 @@ class TestBytes:
 class TestAhead:
     """How much is read before it is asked for."""
 
-    def test_buffers_are_not_all_held_at_once(self, folder: Path, monkeypatch) -> None:
+    @pytest.mark.parametrize("budget", [1, 20_000, 60_000])
+    def test_no_more_than_the_budget_is_held(self, folder: Path, budget: int) -> None:
+        """Whoever gives every part back gets all of them, the values right, within the budget."""
         plan = open_model(folder, dtype="float32").plans["transformer"]
         wanted = read(plan)
-        most = 0
+        reading = Reading(plan, budget=budget)
+        largest = max(spec.nbytes // spec.shape[0] for spec in plan.specs.values())
+        seen: dict[str, list[np.ndarray]] = {}
+        while (part := reading.take()) is not None:
+            seen.setdefault(part.path, []).append(reading.array(part).copy())
+            reading.give_back(part)
+        found = {path: np.concatenate(parts) for path, parts in seen.items()}
+        assert_same_bits(found, wanted)
+        # Two parameters share the rows of one matrix: both must be held, however small the budget.
+        assert reading.most_held <= max(budget, 2 * largest)
+        assert budget > 1 or any(len(parts) > 1 for parts in seen.values())
 
-        def allocate(size: int, dtype: np.dtype) -> np.ndarray:
-            nonlocal most
-            buffer = aligned_empty(size, dtype)
-            alive.append(weakref.ref(buffer.base))  # the memory, not a view of it
-            most = max(most, sum(ref() is not None for ref in alive))
-            return buffer
+    def test_reading_waits_for_room(self, folder: Path, reads: Reads) -> None:
+        plan = open_model(folder, dtype="float32").plans["transformer"]
+        reading = Reading(plan, budget=30_000)
+        taken = []
+        while not reading.waits():
+            part = reading.take()
+            assert part is not None
+            taken.append(part)
+        stopped = reads.total
+        assert stopped <= 30_000 + plan.nbytes // 10 and stopped < plan.nbytes
+        for part in taken:
+            reading.give_back(part)
+        assert not reading.waits()
+        reading.close()
 
-        alive: list[weakref.ref[np.ndarray]] = []
-        monkeypatch.setattr(load, "aligned_empty", allocate)
-        monkeypatch.setattr(load, "AHEAD_BYTES", 1)
-        for path, buffer in plan.read():
-            assert buffer.tobytes() == wanted[path].tobytes()
-            del buffer
-        assert len(alive) == len(wanted)
-        # The two parameters that share a matrix, and the one just handed out.
-        assert most <= 3
+    def test_a_lifted_budget_reads_everything(self, folder: Path, reads: Reads) -> None:
+        plan = open_model(folder, dtype="float32").plans["transformer"]
+        reading = Reading(plan, budget=1)
+        reading.lift_budget()
+        while reading.take() is not None:
+            pass
+        assert reads.total == plan.nbytes
+
+    def test_every_component_has_its_span(self, folder: Path) -> None:
+        model = open_model(folder, dtype="float32")
+        plan = merged(model.plans)
+        timeline = Timeline.from_now()
+        read(plan, timeline=timeline)
+        spans = {span.name: span for span in timeline.spans}
+        assert set(spans) == {f"read {name}" for name in model.plans}
+        for name, part in model.plans.items():
+            assert spans[f"read {name}"].facts["bytes"] == part.nbytes
 
     def test_who_stops_early_stops_the_reading(self, folder: Path, reads: Reads) -> None:
         plan = open_model(folder, dtype="float32").plans["transformer"]
-        buffers = plan.read(threads=1, chunk_bytes=64)
+        buffers = load.read(plan, threads=1, chunk_bytes=64)
         next(buffers)
         buffers.close()
         assert 0 < reads.total < plan.nbytes

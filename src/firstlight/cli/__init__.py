@@ -23,6 +23,7 @@ def main() -> NoReturn:
     gc.disable()
     try:
         # Not at the top: Ctrl-C during these imports, too, must end in one line.
+        import firstlight.cli.process  # noqa: F401 (the clock of the start: first of all)
         from firstlight.cli.app import run
 
         code = run(sys.argv[1:])

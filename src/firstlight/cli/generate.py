@@ -12,79 +12,79 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from firstlight.cli.clock import Budget
+from firstlight.cli.budget import account, one_line, table
 from firstlight.cli.display import Display, make_display
-from firstlight.cli.names import Naming, naming
+from firstlight.cli.names import naming
+from firstlight.cli.process import TIMELINE
+from firstlight.cli.saving import Made, Saver
 from firstlight.config import MAX_SEED, EngineConfig, GenerateConfig, ReportConfig
 from firstlight.errors import ConfigError
-from firstlight.image import save_image
+from firstlight.timeline import MAIN, Span, Timeline
 
 if TYPE_CHECKING:
-    from firstlight.pipeline import Pipeline, Result
+    from firstlight.pipeline import Pipeline
 
 
 def run_generate(
     engine: EngineConfig, picture: GenerateConfig, report: ReportConfig, like: Path | None
 ) -> None:
     """Make and save the pictures. Everything that can be refused is refused before loading."""
-    budget = Budget()
+    timeline = TIMELINE
     names = naming(picture.output)
     prompts = _prompts(picture)
-    _check_seed(picture, len(prompts) * picture.num_images)
+    total = len(prompts) * picture.num_images
+    _check_seed(picture, total)
     _check_profile(picture.profile)
+    timeline.add(Span(MAIN, "command line", timeline.spans[0].end or 0.0, timeline.clock()))
     with make_display(report) as display:
-        pipe = _open_pipeline(engine, picture, display, budget)
+        pipe = _open_pipeline(engine, picture, display, timeline)
         gc.freeze()  # what is alive now stays; see main()
         gc.enable()
-        made = _Made()
+        saver = Saver(names, picture, timeline, total, display.advance)
         try:
-            with _profiler(picture.profile):
-                seconds = _draw(pipe, prompts, names, picture, display, made)
+            with _profiler(picture.profile), saver:
+                seconds = _draw(pipe, prompts, picture, saver, timeline)
         except BaseException:
-            if made.paths:  # what was saved before the failure is a result, too
-                _print_pictures(made, report, {})
+            if saver.made.paths:  # what was saved before the failure is a result, too
+                _print_pictures(saver.made, report, {})
             raise
-        budget.seconds["save"] = made.save_seconds
-        budget.seconds["generate"] = sum(seconds)
+        made = saver.made
         if like is not None:
             from firstlight.cli.like import warn_of_differences
 
             warn_of_differences(str(like), made.metadata[0], engine, picture)
-        timings = budget.close()
-        stages = {"load": pipe.load_timings, "generate": made.timings}
-        _tell_times(display, timings, seconds, stages if report.verbose else {})
+        facts = account(timeline, timeline.clock())
+        facts["stages"] = made.timings
+        _tell_times(display, facts, seconds, verbose=report.verbose)
     repeat = {"seconds": seconds, "min": min(seconds), "median": _median(seconds)}
-    _print_pictures(made, report, {"timings": {**timings, "stages": stages}, "repeat": repeat})
-
-
-@dataclasses.dataclass
-class _Made:
-    """The pictures of a run, saved already."""
-
-    paths: list[Path] = dataclasses.field(default_factory=list)
-    seeds: list[int] = dataclasses.field(default_factory=list)
-    prompts: list[str] = dataclasses.field(default_factory=list)
-    metadata: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    timings: dict[str, float] = dataclasses.field(default_factory=dict)
-    save_seconds: float = 0.0
+    _print_pictures(made, report, {"timings": facts, "repeat": repeat})
 
 
 def _open_pipeline(
-    engine: EngineConfig, picture: GenerateConfig, display: Display, budget: Budget
+    engine: EngineConfig, picture: GenerateConfig, display: Display, timeline: Timeline
 ) -> Pipeline:
-    with budget.part("import"):
-        from firstlight.pipeline import Pipeline
-
     settings = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
     sizes = None
     if picture.width is not None and picture.height is not None:
         sizes = [(picture.height, picture.width)]
     elif picture.width is not None or picture.height is not None:
         sizes = []  # half of the size is the model's own, known when it is open
-    with budget.part("load"):
-        return Pipeline.from_pretrained(
-            settings.pop("model"), **settings, sizes=sizes, progress=display.advance
+    of_layout = ("mesh", "images_per_device", "executable_cache", "offload")
+    layout = {name: settings.pop(name) for name in of_layout}
+    with timeline.span("imports"):
+        from firstlight.weights.loading import Loading
+
+        # Reading begins here, before jax is imported.
+        loading = Loading(
+            settings.pop("model"), **settings, progress=display.advance, timeline=timeline
         )
+        try:
+            from firstlight.pipeline import Pipeline
+            from firstlight.start import Layout
+        except BaseException:
+            loading.close()
+            raise
+    return Pipeline.from_loading(loading, Layout(**layout, sizes=sizes), display.advance)
 
 
 def _prompts(picture: GenerateConfig) -> list[str]:
@@ -132,13 +132,12 @@ def _profiler(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
 def _draw(
     pipe: Pipeline,
     prompts: list[str],
-    names: Naming,
     picture: GenerateConfig,
-    display: Display,
-    made: _Made,
+    saver: Saver,
+    timeline: Timeline,
 ) -> list[float]:
-    """Make the pictures `repeat` times, saving those of the first time to `made` as they come;
-    return the seconds of each time."""
+    """Make the pictures `repeat` times, saving those of the first time as they come; return the
+    seconds of each time."""
     draw = functools.partial(
         pipe.stream,
         prompts,
@@ -149,50 +148,38 @@ def _draw(
         num_images_per_prompt=picture.num_images,
         max_sequence_length=picture.max_sequence_length,
     )
-    total = len(prompts) * picture.num_images
     begun = time.perf_counter()
-    for result in draw(seed=picture.seed):
-        _save(result, made, names, picture.overwrite)
-        display.advance("save", len(made.paths), total)
-    seconds = [time.perf_counter() - begun - made.save_seconds]
+    results = draw(seed=picture.seed)
+    with timeline.span("first image"):
+        first = next(results)
+    saver.add(first)
+    with timeline.span("other images"):
+        for result in results:
+            saver.add(result)
+    seconds = [time.perf_counter() - begun]
+    saver.finish()
     for _ in range(1, picture.repeat):
         begun = time.perf_counter()
-        for _ in draw(seed=made.seeds):
-            pass
+        with timeline.span("repetition"):
+            for _ in draw(seed=saver.made.seeds):
+                pass
         seconds.append(time.perf_counter() - begun)
     return seconds
 
 
-def _save(result: Result, made: _Made, names: Naming, overwrite: bool) -> None:
-    begun = time.perf_counter()
-    (image,), (seed,), (prompt,) = result.images, result.seeds, result.prompts
-    path = names.path(prompt=prompt, seed=seed, index=len(made.paths))
-    # --overwrite is about files of earlier runs: pictures of one run never replace each other.
-    replace = overwrite and path not in made.paths
-    made.paths.append(save_image(image, path, result.metadata[0], overwrite=replace))
-    made.seeds.append(seed)
-    made.prompts.append(prompt)
-    made.metadata += result.metadata
-    for stage, value in result.timings.items():
-        made.timings[stage] = made.timings.get(stage, 0.0) + value
-    made.save_seconds += time.perf_counter() - begun
-
-
 def _tell_times(
-    display: Display,
-    timings: dict[str, float],
-    seconds: list[float],
-    stages: dict[str, dict[str, float]],
+    display: Display, facts: dict[str, Any], seconds: list[float], *, verbose: bool
 ) -> None:
     if len(seconds) > 1:
         for turn, value in enumerate(seconds, 1):
             display.note(f"repetition {turn} of {len(seconds)}: {value:.3f} s")
         display.note(f"min {min(seconds):.3f} s, median {_median(seconds):.3f} s")
-    for part, inner in stages.items():
-        for name, value in inner.items():
-            display.note(f"{part}: {name} {value:.3f} s")
-    parts = ", ".join(f"{name} {value:.2f}" for name, value in timings.items() if name != "total")
-    display.note(f"total {timings['total']:.2f} s since the process started ({parts})")
+    if verbose:
+        for line in table(facts):
+            display.note(line)
+        for stage, value in facts["stages"].items():
+            display.note(f"pictures: {stage} {value:.3f} s")
+    display.note(one_line(facts))
 
 
 def _median(seconds: list[float]) -> float:
@@ -201,7 +188,7 @@ def _median(seconds: list[float]) -> float:
     return (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
 
 
-def _print_pictures(made: _Made, report: ReportConfig, more: dict[str, Any]) -> None:
+def _print_pictures(made: Made, report: ReportConfig, more: dict[str, Any]) -> None:
     if not report.json:
         for path, seed in zip(made.paths, made.seeds, strict=True):
             print(f"{path}\tseed {seed}", flush=True)

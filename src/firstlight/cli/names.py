@@ -11,7 +11,8 @@ from pathlib import Path
 
 from firstlight.config import DEFAULT_NAME
 from firstlight.errors import ConfigError
-from firstlight.image import EXTENSIONS, check_writable
+from firstlight.files import check_writable
+from firstlight.image import EXTENSIONS
 
 FIELDS = ("seed", "index", "prompt")
 # Leaves room for seed, index and suffix in the 255 bytes that file systems allow a name.

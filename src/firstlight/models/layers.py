@@ -9,9 +9,12 @@ Shape letters are those of docs/design.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,25 +28,36 @@ BY_BATCH = P(DATA)
 """Activations whose batch is split over the data axis and nothing else is."""
 
 
-_widens: ContextVar[bool] = ContextVar("widens", default=False)
+@dataclass(frozen=True)
+class Kernels:
+    """How contractions are written down for the platform that is traced for; the products and
+    sums are the same, to the bit for `flatten`, on any setting (docs/decisions/006).
+
+    `widen`: bfloat16 operands are handed over as float32, for a CPU without bfloat16 units.
+    `flatten`: weights are seen as matrices, for XLA's CPU backend, which would transpose any
+    other weight at every step. Needs weights that are not split over devices.
+    """
+
+    widen: bool = False
+    flatten: bool = False
+
+
+_PLAIN = Kernels()
+_kernels: ContextVar[Kernels] = ContextVar("kernels", default=_PLAIN)
 
 
 @contextmanager
-def widened_products(enabled: bool) -> Iterator[None]:
-    """While tracing: hand contractions their bfloat16 operands as float32.
-
-    For a CPU without bfloat16 units: products and sums are the same numbers, the float32 kernels
-    are faster (docs/decisions/006).
-    """
-    token = _widens.set(enabled)
+def tracing_for(kernels: Kernels) -> Iterator[None]:
+    """Write contractions down in this way while tracing."""
+    token = _kernels.set(kernels)
     try:
         yield
     finally:
-        _widens.reset(token)
+        _kernels.reset(token)
 
 
 def widens() -> bool:
-    return _widens.get()
+    return _kernels.get().widen
 
 
 def precision(dtype: jnp.dtype) -> lax.Precision | None:
@@ -57,6 +71,11 @@ def contract(subscripts: str, x: Array, w: Array, *, out_sharding: P | None = No
     """
     if widens():
         x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+    flat = _flattened(subscripts, x, w) if _kernels.get().flatten else None
+    return flat if flat is not None else _einsum(subscripts, x, w, out_sharding)
+
+
+def _einsum(subscripts: str, x: Array, w: Array, out_sharding: P | None) -> Array:
     return jnp.einsum(
         subscripts,
         x,
@@ -65,6 +84,29 @@ def contract(subscripts: str, x: Array, w: Array, *, out_sharding: P | None = No
         preferred_element_type=jnp.float32,
         out_sharding=out_sharding,
     )
+
+
+def _flattened(subscripts: str, x: Array, w: Array) -> Array | None:
+    """The contraction with `w` as an (out, in) matrix; None where it is one, or cannot be."""
+    operands, out = subscripts.split("->")
+    x_axes, w_axes = operands.split(",")
+    summed = "".join(axis for axis in x_axes if axis in w_axes)
+    rows, columns = x_axes.removesuffix(summed), w_axes.removesuffix(summed)
+    if len(w_axes) == 2 or out != rows + columns or rows + summed != x_axes:
+        return None
+    split = {**_split(w_axes, w), **_split(x_axes, x)}
+    sizes = {**dict(zip(w_axes, w.shape, strict=True)), **dict(zip(x_axes, x.shape, strict=True))}
+    depth = math.prod(x.shape[len(rows) :])
+    w = w.reshape(-1, depth, out_sharding=P())
+    x = x.reshape(*x.shape[: len(rows)], depth, out_sharding=P(*(split[a] for a in rows), None))
+    y = _einsum(f"{rows}x,yx->{rows}y", x, w, None)
+    return y.reshape([sizes[a] for a in out], out_sharding=P(*(split[a] for a in out)))
+
+
+def _split(axes: str, x: Array) -> dict[str, Any]:
+    """Mesh axis that each axis of `x` is split over."""
+    spec = tuple(jax.typeof(x).sharding.spec)
+    return dict(zip(axes, spec + (None,) * (len(axes) - len(spec)), strict=True))
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:

@@ -3,8 +3,8 @@
 
 A model's parameters are frozen dataclasses, generic in their leaf: one declaration serves as
 `Transformer[ParamSpec]` (what must be in the file), `Transformer[NamedSharding]` (where it goes)
-and `Transformer[Array]` (the weights). Trees nest dataclasses and tuples; None marks a parameter
-that this architecture does not have.
+and `Transformer[Array]` (the weights). Trees nest dataclasses, tuples and dicts; None marks a
+parameter that this architecture does not have.
 """
 
 from __future__ import annotations
@@ -104,6 +104,8 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -
         name: map_leaves(function, child, f"{path}.{name}" if path else name)
         for name, child in _children(tree)
     }
+    if isinstance(tree, dict):
+        return mapped
     return tuple(mapped.values()) if isinstance(tree, tuple) else type(tree)(**mapped)
 
 
@@ -120,7 +122,7 @@ def count(tree: Any) -> int:
 def _is_node(value: Any) -> bool:
     if isinstance(value, ParamSpec):
         return False
-    return isinstance(value, tuple) or (
+    return isinstance(value, tuple | dict) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
     )
 
@@ -129,6 +131,8 @@ def _children(tree: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, tuple):
         for index, child in enumerate(tree):
             yield str(index), child
+    elif isinstance(tree, dict):
+        yield from tree.items()
     else:
         for field in dataclasses.fields(tree):
             yield field.name, getattr(tree, field.name)

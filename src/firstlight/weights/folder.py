@@ -17,7 +17,7 @@ from firstlight.models.specs.fields import Fields
 from firstlight.models.specs.scheduler import SchedulerConfig
 from firstlight.weights import klein
 from firstlight.weights.component import open_component, weight_files
-from firstlight.weights.load import Plan, plan
+from firstlight.weights.plan import Plan, plan
 from firstlight.weights.reader import short
 
 INDEX = "model_index.json"

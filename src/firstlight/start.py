@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a model being read to an engine: weights stream while programs compile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from firstlight import residency
+from firstlight.compile import Compiler, Program
+from firstlight.engine import Engine
+from firstlight.errors import ConfigError
+from firstlight.executable_cache import ExecutableCache
+from firstlight.models.params import DATA, MODEL
+from firstlight.placement import place
+from firstlight.programs import Architecture, Programs
+from firstlight.progress import Progress
+from firstlight.request import Limits
+from firstlight.residency import Residency
+from firstlight.sharding import make_mesh, param_shardings, parse_mesh
+from firstlight.tokenizer import Tokenizer
+from firstlight.weights.folder import ModelFolder
+from firstlight.weights.load import Reading
+from firstlight.weights.loading import RESOLVE, Loading, needed, needed_specs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How an engine is to lie on the devices; see `Pipeline.from_pretrained`."""
+
+    mesh: str | Mesh | None = None
+    images_per_device: int = 1
+    sizes: Sequence[tuple[int, int]] | None = None
+    executable_cache: bool | str | Path | None = True
+    offload: str | None = None
+
+
+def start(loading: Loading, layout: Layout, progress: Progress) -> tuple[ModelFolder, Engine]:
+    """Wait for the model's files, then load and compile; returns when both are done.
+
+    Raises what `Pipeline.from_pretrained` raises.
+    """
+    timeline = loading.timeline
+    compiler = None
+    try:
+        with timeline.span("devices"):
+            mesh = _mesh(layout.mesh)
+            count = _positive("images_per_device", layout.images_per_device)
+        with timeline.wait(RESOLVE):
+            folder = loading.folder()
+        cache = open_cache(layout.executable_cache)
+        compiler = Compiler(mesh, cache, timeline=timeline)
+        programs = Programs(architecture(folder), mesh, mesh.shape[DATA] * count)
+        with timeline.span("submit programs"):
+            wanted = wanted_programs(folder, programs, layout.sizes)
+            for program in wanted:
+                compiler.submit(program)
+        progress("compile", 0, len(wanted))
+        weights = _residency(loading, folder, compiler, layout.offload)
+        with timeline.span("tokenizer"):
+            tokenizer = Tokenizer.from_folder(folder.tokenizer, folder.text_encoder.vocab_size)
+        weights.prepare()
+        for done, program in enumerate(wanted, 1):
+            compiler.ready(program)
+            progress("compile", done, len(wanted))
+    except BaseException:
+        loading.close()
+        if compiler is not None:
+            compiler.close()
+        raise
+    engine = Engine(
+        programs=programs,
+        compiler=compiler,
+        scheduler=folder.scheduler,
+        tokenizer=tokenizer,
+        weights=weights,
+    )
+    return folder, engine
+
+
+def open_cache(where: bool | str | Path | None) -> ExecutableCache | None:
+    """The cache in a folder, or in the default one (None, True); False and "off" mean none."""
+    if where is False or where == "off":
+        return None
+    return ExecutableCache.open(None if where is None or where is True else Path(where))
+
+
+def architecture(folder: ModelFolder) -> Architecture:
+    """What the programs depend on."""
+    return Architecture(
+        transformer=folder.transformer,
+        text_encoder=folder.text_encoder,
+        vae=folder.vae,
+        dtype=folder.dtype,
+    )
+
+
+def limits(folder: ModelFolder) -> Limits:
+    """What requests to this model must keep to."""
+    return Limits(
+        variant=folder.variant,
+        default_size=folder.default_size,
+        pixel_multiple=folder.vae.pixel_multiple,
+        token_channels=folder.transformer.in_channels,
+        max_sequence_length=folder.max_sequence_length,
+    )
+
+
+def wanted_programs(
+    folder: ModelFolder, programs: Programs, sizes: Sequence[tuple[int, int]] | None
+) -> list[Program]:
+    """The programs of every size, (height, width); those are checked before any is made."""
+    sizes = [(folder.default_size, folder.default_size)] if sizes is None else sizes
+    for height, width in sizes:
+        limits(folder).check_size(height, width)
+    length = folder.max_sequence_length
+    made = [p for size in sizes for p in programs.text_to_image(*size, length, "pil")]
+    return list({program.name: program for program in made}.values())
+
+
+def _residency(
+    loading: Loading, folder: ModelFolder, compiler: Compiler, offload: str | None
+) -> Residency:
+    mesh, timeline = compiler.mesh, loading.timeline
+    specs = needed_specs(folder)
+    needs = residency.bytes_per_device(specs, mesh)
+    device = mesh.devices.flat[0]
+    available = residency.available_bytes(device)
+    where = "the host" if device.platform == "cpu" else device.device_kind
+    policy = residency.choose_policy(needs, available, offload, where)
+    timeline.note("memory", residency.statement(needs, available, where))
+    timeline.note("policy", policy)
+    shardings = {name: param_shardings(tree, mesh) for name, tree in specs.items()}
+
+    def load(names: tuple[str, ...]) -> dict[str, Any]:
+        reading = loading.take_reading() if set(names) == set(specs) else None
+        if reading is None:
+            reading = Reading(needed(folder, names), timeline=timeline)
+        return place(reading, {name: shardings[name] for name in names}, compiler, timeline)
+
+    if policy == "swap":
+        loading.close()
+    return Residency(policy, load)
+
+
+def _mesh(mesh: str | Mesh | None) -> Mesh:
+    if isinstance(mesh, Mesh):
+        if tuple(mesh.axis_names) != (DATA, MODEL):
+            raise ConfigError(f"mesh has axes {mesh.axis_names}; ('data', 'model') are needed")
+        return mesh
+    return make_mesh(*parse_mesh(mesh or ""))
+
+
+def _positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} is {value!r}; a whole number of at least 1 is needed")
+    return value

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model found, checked and read in the background: this may begin before jax is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from firstlight.models.params import as_dtype
+from firstlight.progress import Progress, silent
+from firstlight.timeline import Timeline
+from firstlight.weights.folder import ModelFolder, open_model
+from firstlight.weights.hub import resolve
+from firstlight.weights.load import STAGING_BYTES, Counter, Reading
+from firstlight.weights.plan import Plan, merged
+
+RESOLVE = "resolve"
+"""Name of the span in which the model is found and its headers are checked."""
+
+NEEDED: dict[str, tuple[str, ...] | None] = {
+    "text_encoder": None,
+    "transformer": None,
+    "vae": ("decoder", "stats"),
+}
+"""Components of text to image in the order in which they are needed, and the parts of each."""
+
+
+class Loading:
+    """What was begun in the background: `folder()` and `take_reading()` wait for it.
+
+    Begins at once. `close()` stops it.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "bfloat16",
+        revision: str | None = None,
+        offline: bool = False,
+        cache_dir: str | Path | None = None,
+        is_distilled: bool | None = None,
+        staging_bytes: int = STAGING_BYTES,
+        read_threads: int | None = None,
+        progress: Progress = silent,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """Raises ConfigError for an unknown dtype; all other errors come from `folder()`."""
+        as_dtype(dtype)  # before anything is downloaded
+        self.timeline = timeline or Timeline.from_now()
+        self._progress = progress
+        self._staging = staging_bytes
+        self._threads = {} if read_threads is None else {"threads": read_threads}
+        self._closed = False
+        self._taken = False
+        self._lock = threading.Lock()
+        self._folder: Future[ModelFolder] = Future()
+        self._reading: Future[Reading] = Future()
+        settings = dict(revision=revision, offline=offline, cache_dir=cache_dir)
+        thread = threading.Thread(
+            target=self._run,
+            args=(str(model), settings, dict(dtype=dtype, is_distilled=is_distilled)),
+            name="firstlight-loading",
+            daemon=True,  # an ending process waits for no download
+        )
+        thread.start()
+
+    def folder(self) -> ModelFolder:
+        """The model's files, checked. Raises CheckpointError, as `resolve` and `open_model` do."""
+        return self._folder.result()
+
+    def take_reading(self) -> Reading | None:
+        """The weights being read; None if they were taken before, or reading was stopped.
+
+        Raises CheckpointError if they cannot be read.
+        """
+        with self._lock:
+            taken, self._taken = self._taken, True
+        return None if taken or self._closed else self._reading.result()
+
+    def close(self) -> None:
+        """Stop, unless the reading was taken: what has been asked for already may still come."""
+        with self._lock:
+            if self._closed or self._taken:
+                return
+            self._closed = True
+        if self._reading.done() and self._reading.exception() is None:
+            self._reading.result().close()
+
+    def _run(self, model: str, where: dict[str, Any], how: dict[str, Any]) -> None:
+        try:
+            with self.timeline.span(RESOLVE, lane="resolve"):
+                found = resolve(model, **where, progress=self._progress)
+                folder = open_model(found.path, name=found.name, revision=found.revision, **how)
+            self._folder.set_result(folder)
+        except BaseException as error:
+            self._folder.set_exception(error)
+            self._reading.set_exception(error)
+            return
+        try:
+            reading = self._begin(folder)
+        except BaseException as error:
+            self._reading.set_exception(error)
+            return
+        with self._lock:
+            self._reading.set_result(reading)
+            closed = self._closed
+        if closed:
+            reading.close()
+
+    def _begin(self, folder: ModelFolder) -> Reading:
+        plan = needed(folder)
+        self._progress("load", 0, plan.nbytes)
+        counter = Counter(lambda count: self._progress("load", count, plan.nbytes))
+        return Reading(
+            plan,
+            budget=self._staging,
+            on_bytes=counter.add,
+            timeline=self.timeline,
+            **self._threads,
+        )
+
+
+def needed(folder: ModelFolder, names: Iterable[str] = tuple(NEEDED)) -> Plan:
+    """The plan of what text to image needs of these components; paths begin with their names."""
+    plans = {}
+    for name in names:
+        parts = NEEDED[name]
+        plans[name] = folder.plans[name] if parts is None else folder.plans[name].only(*parts)
+    return merged(plans)
+
+
+def needed_specs(folder: ModelFolder) -> dict[str, Any]:
+    """The `ParamSpec` trees of everything that text to image needs, by component."""
+    specs = dict(folder.specs, vae=dataclasses.replace(folder.specs["vae"], encoder=None))
+    return {name: specs[name] for name in NEEDED}
