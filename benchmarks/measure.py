@@ -52,3 +52,9 @@ def run(series: Series, command: list[str], env: dict[str, str] | None = None) -
 def peak_memory() -> int:
     """Bytes: the most this process has had resident."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident_memory() -> int:
+    """Bytes: what this process has resident now (Linux)."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -27,6 +27,7 @@ LAYERS = [
     ["engine"],
     ["start"],
     ["pipeline"],
+    ["bench"],
     ["cli", "__main__", "__init__"],
 ]
 

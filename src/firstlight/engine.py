@@ -131,6 +131,8 @@ class _Call:
         for prompts in dict.fromkeys(batches):
             found = known.get(prompts)
             self._states[prompts] = self._encode(prompts) if found is None else found
+        # So that the time of each stage is its own.
+        jax.block_until_ready(list(self._states.values()))
         self.engine.weights.encoded()
         return self._states
 

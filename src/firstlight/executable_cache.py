@@ -150,6 +150,7 @@ class ExecutableCache:
         same program, or that there is none. None if there is an entry."""
         if self._path(key).is_file():
             return None
+        fields = json.loads(json.dumps(fields))  # as it is stored
         named = fields.get("program")
         similar = [
             list(differences(entry.fields, fields))

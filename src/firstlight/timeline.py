@@ -178,9 +178,7 @@ def _awaited(
 ) -> Iterator[Segment]:
     """What went on, during a wait, where the awaited span was made or was about to be."""
     name = str(wait.awaits)
-    found = [
-        s for s in spans if s.name == name and s.begin <= _end(wait) and s.lane != wait.lane
-    ]
+    found = [s for s in spans if s.name == name and s.begin <= _end(wait) and s.lane != wait.lane]
     if not found or name in within:
         yield Segment(f"wait for {name}", end - begin)
         return

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,6 +70,59 @@ def info(
     run_info(model, report)
 
 
+def cache(
+    engine: EngineArgs = EngineConfig(),  # noqa: B008 (frozen)
+    *,
+    why: Annotated[
+        bool, Parameter(help="Say for each program of the model whether it is kept, or why not.")
+    ] = False,
+    clear: Annotated[bool, Parameter(help="Remove all kept programs.")] = False,
+    width: Annotated[int | None, Parameter(help="Pixels, for --why. Default: the model's.")] = None,
+    height: Annotated[
+        int | None, Parameter(help="Pixels, for --why. Default: the model's.")
+    ] = None,
+    report: ReportArgs = ReportConfig(),  # noqa: B008 (frozen)
+) -> None:
+    """List the compiled programs that are kept for the next start."""
+    from firstlight.cli.cache import run_cache
+
+    run_cache(engine, report, why=why, clear=clear, width=width, height=height)
+
+
+def bench_cold(
+    model: ModelArgs = ModelConfig(),  # noqa: B008 (frozen)
+    *,
+    runs: Annotated[int, Parameter(help="Rounds of floor, first start, second start, read.")] = 3,
+    evict: Annotated[
+        bool, Parameter(help="Have the system forget the weight files before each start.")
+    ] = False,
+    width: Annotated[int | None, Parameter(help="Pixels. Default: the model's own size.")] = None,
+    height: Annotated[int | None, Parameter(help="Pixels. Default: the model's own size.")] = None,
+    steps: Annotated[int | None, Parameter(help="Denoising steps. Default: the model's.")] = None,
+    report: ReportArgs = ReportConfig(),  # noqa: B008 (frozen)
+) -> None:
+    """Measure starts of this model on this machine, from process start to picture, in processes
+    of their own: first (nothing compiled) and second, beside the floor and a raw read."""
+    from firstlight.cli.bench import run_cold
+
+    size = {"width": width, "height": height, "steps": steps}
+    run_cold(model, report, runs=runs, evict=evict, generate=size)
+
+
+def bench_make(
+    folder: Annotated[Path, Parameter(help="Folder to write; empty or not there.")],
+    *,
+    size: Annotated[str, Parameter(name="--model", help="Whose size: 4b or 9b.")] = "4b",
+    seed: Annotated[int, Parameter(help="Of the random weights.")] = 0,
+    report: ReportArgs = ReportConfig(),  # noqa: B008 (frozen)
+) -> None:
+    """Write a checkpoint of a real model's size with random weights, to measure starts without
+    the licence and the download (4b: 16 GB, 9b: 35 GB)."""
+    from firstlight.cli.bench import run_make
+
+    run_make(folder, size, seed, report)
+
+
 def _version() -> str:
     from firstlight import __version__
 
@@ -91,12 +144,20 @@ def build_app() -> App:
             negative_iterable=(), env_var_split=split_environment, show_default=_shown_default
         ),
     )
-    for function in (generate, info):
-        # Named here: else pages and help written under `python -m` name that program instead.
-        command = App(name=function.__name__, version_flags=())
-        command.default(function)
-        app.command(command)
+    for function in (generate, info, cache):
+        app.command(_command(function.__name__, function))
+    bench = App(name="bench", help="Measure starts on this machine.", version_flags=())
+    bench.command(_command("cold", bench_cold))
+    bench.command(_command("make", bench_make))
+    app.command(bench)
     return app
+
+
+def _command(name: str, function: Callable[..., None]) -> App:
+    # Named here: else pages and help written under `python -m` name that program instead.
+    command = App(name=name, version_flags=())
+    command.default(function)
+    return command
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -42,12 +42,14 @@ def one_line(facts: dict[str, Any]) -> str:
 def table(facts: dict[str, Any]) -> list[str]:
     """The critical path, then all that went on beside it."""
     lines = ["critical path:"]
-    for name, seconds in facts["critical_path"]:
-        if seconds >= 0.0005:
-            lines.append(f"  {seconds:8.3f} s  {name}")
+    seconds: dict[str, float] = {}
+    for name, value in facts["critical_path"]:
+        seconds[name] = seconds.get(name, 0.0) + value
+    lines += [f"  {value:8.3f} s  {name}" for name, value in seconds.items() if value >= 0.0005]
     lines += [f"  {facts['total']:8.3f} s  total", "all lanes (from, to, lane, what):"]
     for span in facts["spans"]:
-        if span["seconds"] >= 0.0005 or span["facts"]:
+        is_wait = span["awaits"] is not None  # what was waited for is told above
+        if not is_wait and (span["seconds"] >= 0.0005 or span["facts"]):
             told = ", ".join(_fact(name, value) for name, value in span["facts"].items())
             lines.append(
                 f"  {span['begin']:8.3f} {span['begin'] + span['seconds']:8.3f}  "
@@ -77,6 +79,7 @@ def _span(span: Span, raw: float | None) -> dict[str, Any]:
         "name": span.name,
         "begin": span.begin,
         "seconds": seconds,
+        "awaits": span.awaits,
         "facts": facts,
     }
 

@@ -34,8 +34,9 @@ from firstlight.weights.plan import (
 from firstlight.weights.reader import Source
 from firstlight.weights.rules import Piece
 
-CHUNK_BYTES = 16 << 20
-"""Bytes of one read call: large enough for the storage, small enough to share among threads."""
+CHUNK_BYTES = 128 << 20
+"""Bytes of one read call. While jax is being imported the interpreter stands still for half a
+second: what the system has been asked for by then is what is read meanwhile (8 threads: 1 GiB)."""
 
 SCRATCH_BYTES = 4 << 20
 """Bytes of one read call that goes through a scratch buffer."""

@@ -73,6 +73,10 @@ class Loading:
         """The model's files, checked. Raises CheckpointError, as `resolve` and `open_model` do."""
         return self._folder.result()
 
+    def begun(self) -> bool:
+        """Whether `folder()` and `take_reading()` can be answered without waiting."""
+        return self._reading.done()
+
     def take_reading(self) -> Reading | None:
         """The weights being read; None if they were taken before, or reading was stopped.
 
@@ -107,10 +111,9 @@ class Loading:
             self._reading.set_exception(error)
             return
         with self._lock:
+            if self._closed:
+                reading.close()
             self._reading.set_result(reading)
-            closed = self._closed
-        if closed:
-            reading.close()
 
     def _begin(self, folder: ModelFolder) -> Reading:
         plan = needed(folder)

@@ -50,7 +50,15 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Bytes that will be read from the files."""
-        return sum(block_bytes(block) for block in _blocks(self.pieces))
+        return sum(block_bytes(block) for block in self.blocks())
+
+    def blocks(self) -> list[Block]:
+        """Put together what one read delivers."""
+        blocks: dict[tuple[Path, str, tuple[int, int]], list[Piece]] = {}
+        for piece in self.pieces:
+            key = (piece.tensor.file, piece.tensor.name, piece.rows)
+            blocks.setdefault(key, []).append(piece)
+        return [tuple(block) for block in blocks.values()]
 
     def only(self, *subtrees: str) -> Plan:
         """The same plan for some of the tree's top-level fields (`"decoder"`, ...)."""
@@ -69,7 +77,7 @@ class Plan:
         Parameters that share blocks (columns of one matrix) advance together, so that neither has
         to be held while the other is read.
         """
-        blocks = _blocks(self.pieces)
+        blocks = self.blocks()
         parts = [
             part
             for group in _groups(list(self.specs), blocks)
@@ -142,15 +150,6 @@ def cut(block: Block, limit: int) -> Iterator[Block]:
 
 def _top(path: str) -> str:
     return path.split(".")[0]
-
-
-def _blocks(pieces: Iterable[Piece]) -> list[Block]:
-    """Put together what one read delivers."""
-    blocks: dict[tuple[Path, str, tuple[int, int]], list[Piece]] = {}
-    for piece in pieces:
-        key = (piece.tensor.file, piece.tensor.name, piece.rows)
-        blocks.setdefault(key, []).append(piece)
-    return [tuple(block) for block in blocks.values()]
 
 
 def _row_bytes(block: Block) -> int:
