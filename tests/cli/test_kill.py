@@ -39,7 +39,7 @@ def test_kill_at_random_moments(tmp_path: Path) -> None:
     rng = random.Random(0)
     (tmp_path / "out").mkdir()
     first = start(tmp_path, "expected.png")
-    assert first.wait() == 0
+    assert first.communicate()[1] == "" and first.returncode == 0
     expected = pixels(tmp_path / "out" / "expected.png")
     kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
     killed = 0
@@ -49,8 +49,8 @@ def test_kill_at_random_moments(tmp_path: Path) -> None:
         process = start(tmp_path, "killed.png")
         time.sleep(rng.uniform(0.05, 3.5))
         process.send_signal(signal.SIGKILL)
-        killed += process.wait() == -signal.SIGKILL
         process.communicate()
+        killed += process.returncode == -signal.SIGKILL
         for path in (tmp_path / "kept").iterdir():
             assert path.name in kept
             assert ExecutableCache(tmp_path / "kept").read(path.stem) is not None
