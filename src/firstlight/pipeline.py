@@ -147,6 +147,24 @@ class Pipeline:
         folder, engine = start(loading, layout, progress)
         return cls(folder, engine, progress, loading.timeline)
 
+    def warm_up(self, sizes: Sequence[tuple[int, int]] | None = None) -> None:
+        """Run every program once for each (height, width), the default size if None.
+
+        What a process does for the first time (memory, threads, tables) takes a moment that the
+        first request would otherwise wait for; afterwards it is as fast as any. A server calls
+        this before it says that it is ready.
+
+        Raises RequestError: a size.
+        """
+        side = self.model.default_size
+        requests = [
+            complete(self.limits, prompt="x", height=h, width=w, num_inference_steps=1, seed=0)
+            for h, w in ([(side, side)] if sizes is None else sizes)
+        ]
+        with self.timeline.span("warm-up"):
+            for request in requests:
+                list(self._engine.run(request, silent, Timeline.from_now()))
+
     def __call__(
         self,
         prompt: str | Sequence[str] | None = None,

@@ -21,12 +21,32 @@ from jax.sharding import NamedSharding
 from firstlight.compile import Compiler, Program
 from firstlight.models.params import ParamSpec, map_leaves, named_leaves, register_pytrees
 from firstlight.timeline import Timeline
+from firstlight.weights.boxes import Box
 from firstlight.weights.load import Reading, span_name
 from firstlight.weights.plan import Part
 
 register_pytrees()
 
 Put = Callable[[np.ndarray, NamedSharding], jax.Array]
+PutWhole = Callable[[str, np.ndarray], jax.Array]
+
+
+def local_boxes(specs: Any, shardings: Any) -> dict[str, Box]:
+    """Of each parameter, what this host's devices hold of it, by path."""
+    where = dict(named_leaves(shardings))
+    return {path: _local_box(spec.shape, where[path]) for path, spec in named_leaves(specs)}
+
+
+def _local_box(shape: tuple[int, ...], sharding: NamedSharding) -> Box:
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    ranges = [
+        [axis.indices(size)[:2] for axis, size in zip(index or (), shape, strict=True)]
+        for index in indices
+    ]
+    return tuple(
+        (min(begin for begin, _ in axis), max(end for _, end in axis))
+        for axis in zip(*ranges, strict=True)
+    )
 
 
 def put_copy(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -40,18 +60,22 @@ def place(
     compiler: Compiler,
     timeline: Timeline,
     *,
+    specs: Any = None,
     put: Put | None = None,
 ) -> Any:
     """Take all of `reading` and return the tree of `shardings` with an array in each place.
 
-    `put` makes an array from a part's values; by default the platform decides, see above. Raises
-    CheckpointError.
+    Where `reading` is of `local_boxes` only, `specs` must be the whole parameters. `put` makes an
+    array from a part's values; by default the platform decides, see above. Raises CheckpointError.
     """
     where = dict(named_leaves(shardings))
     on_cpu = compiler.mesh.devices.flat[0].platform == "cpu"
-    placing = _Aliased(reading, where) if put is None and on_cpu else _Staged(
-        reading, where, compiler, put or put_copy
-    )  # fmt: skip
+    if specs is not None:
+        placing = _Whole(reading, _sharer(specs, where), lift=on_cpu)
+    elif on_cpu and put is None:
+        placing = _Whole(reading, lambda p, array: jax.device_put(array, where[p]), lift=True)
+    else:
+        placing = _Staged(reading, where, compiler, put or put_copy)
     with timeline.span("place"):
         while (part := _next(reading, placing, timeline)) is not None:
             placing.add(part)
@@ -59,7 +83,25 @@ def place(
     return map_leaves(lambda path, _: arrays[path], shardings)
 
 
-def _next(reading: Reading, placing: _Aliased | _Staged, timeline: Timeline) -> Part | None:
+def _sharer(specs: Any, where: dict[str, NamedSharding]) -> PutWhole:
+    """Puts this host's box of a parameter: each device gets its share of it."""
+    shapes = {path: spec.shape for path, spec in named_leaves(specs)}
+
+    def put(path: str, values: np.ndarray) -> jax.Array:
+        shape, sharding = shapes[path], where[path]
+        starts = [begin for begin, _ in _local_box(shape, sharding)]
+
+        def share(index: Any) -> np.ndarray:
+            bounds = zip(index, shape, starts, strict=True)
+            ranges = ((axis.indices(size)[:2], start) for axis, size, start in bounds)
+            return values[tuple(slice(b - start, e - start) for (b, e), start in ranges)]
+
+        return jax.make_array_from_callback(shape, sharding, share).block_until_ready()
+
+    return put
+
+
+def _next(reading: Reading, placing: _Whole | _Staged, timeline: Timeline) -> Part | None:
     if reading.waits():
         placing.make_room()
     upcoming = reading.upcoming
@@ -69,23 +111,24 @@ def _next(reading: Reading, placing: _Aliased | _Staged, timeline: Timeline) -> 
         return reading.take()
 
 
-class _Aliased:
+class _Whole:
     """Whole buffers become arrays."""
 
-    def __init__(self, reading: Reading, where: dict[str, NamedSharding]) -> None:
-        self._reading, self._where = reading, where
+    def __init__(self, reading: Reading, put: PutWhole, *, lift: bool) -> None:
+        self._reading, self._put = reading, put
         self._left = {path: spec.shape[0] for path, spec in reading.plan.specs.items()}
         self._arrays: dict[str, jax.Array] = {}
-        reading.lift_budget()
+        if lift:
+            reading.lift_budget()
 
     def make_room(self) -> None:
-        """Nothing is given back: there is no budget."""
+        """Nothing is given back but with a whole parameter."""
 
     def add(self, part: Part) -> None:
         self._left[part.path] -= part.end - part.begin
         if self._left[part.path] == 0:
             whole = self._reading.whole(part.path)
-            self._arrays[part.path] = jax.device_put(whole, self._where[part.path])
+            self._arrays[part.path] = self._put(part.path, whole)
 
     def finish(self) -> dict[str, jax.Array]:
         return self._arrays

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from firstlight import residency
@@ -16,13 +17,14 @@ from firstlight.engine import Engine
 from firstlight.errors import ConfigError
 from firstlight.executable_cache import ExecutableCache
 from firstlight.models.params import DATA, MODEL
-from firstlight.placement import place
+from firstlight.placement import local_boxes, place
 from firstlight.programs import Architecture, Programs
 from firstlight.progress import Progress
 from firstlight.request import Limits
 from firstlight.residency import Residency
 from firstlight.sharding import make_mesh, param_shardings, parse_mesh
 from firstlight.tokenizer import Tokenizer
+from firstlight.weights.boxes import overread, restricted
 from firstlight.weights.folder import ModelFolder
 from firstlight.weights.load import Reading
 from firstlight.weights.loading import RESOLVE, Loading, needed, needed_specs
@@ -136,13 +138,21 @@ def _residency(
     timeline.note("policy", policy)
     shardings = {name: param_shardings(tree, mesh) for name, tree in specs.items()}
 
-    def load(names: tuple[str, ...]) -> dict[str, Any]:
-        reading = loading.take_reading() if set(names) == set(specs) else None
-        if reading is None:
-            reading = Reading(needed(folder, names), timeline=timeline)
-        return place(reading, {name: shardings[name] for name in names}, compiler, timeline)
+    # Of several hosts, each reads what its own devices hold.
+    alone = jax.process_count() == 1
 
-    if policy == "swap":
+    def load(names: tuple[str, ...]) -> dict[str, Any]:
+        where = {name: shardings[name] for name in names}
+        if alone:
+            reading = loading.take_reading() if set(names) == set(specs) else None
+            reading = reading or Reading(needed(folder, names), timeline=timeline)
+            return place(reading, where, compiler, timeline)
+        mine = {name: specs[name] for name in names}
+        plan = restricted(needed(folder, names), local_boxes(mine, where))
+        timeline.note("overread_bytes", overread(plan))
+        return place(Reading(plan, timeline=timeline), where, compiler, timeline, specs=mine)
+
+    if policy == "swap" or not alone:
         loading.close()
     return Residency(policy, load)
 
