@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import jax
@@ -11,9 +11,10 @@ import numpy as np
 
 from firstlight import sampling
 from firstlight.compile import Compiler, Executable, Program
+from firstlight.conditions import References, Texts
 from firstlight.errors import DeviceError
 from firstlight.models.specs.scheduler import SchedulerConfig
-from firstlight.programs import Programs
+from firstlight.programs import Grids, Programs
 from firstlight.progress import Progress
 from firstlight.request import Request
 from firstlight.residency import Residency
@@ -23,11 +24,33 @@ from firstlight.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """One finished picture on the host: (H, W, 3) uint8 or float32, or (C, y, x) latents."""
+    """One finished picture on the host: (H, W, 3) uint8 or float32, or (C, y, x) latents.
+
+    `index` is its place in the request.
+    """
 
     array: np.ndarray
     prompt: str
     seed: int
+    index: int
+
+
+@dataclass
+class Step:
+    """A finished step of a batch: number (from 0), training timestep, and state on the devices.
+
+    Whoever watches may replace `latents` (B, N, 4C) and `text` (B, T, J), or end the loop.
+    """
+
+    number: int
+    timestep: float
+    rows: list[int]
+    latents: jax.Array
+    text: jax.Array
+    stop: bool = False
+
+
+OnStep = Callable[[Step], None]
 
 
 class Engine:
@@ -47,47 +70,62 @@ class Engine:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.weights = weights
-        self._ropes: dict[tuple[int, int, int], tuple[jax.Array, ...]] = {}
+        self._ropes: dict[tuple[int, int, int, Grids], tuple[jax.Array, ...]] = {}
 
-    def run(self, request: Request, progress: Progress, timeline: Timeline) -> Iterator[Picture]:
-        """Make the request's pictures, in order, `programs.batch` at a time.
+    def run(
+        self,
+        request: Request,
+        progress: Progress,
+        timeline: Timeline,
+        on_step: OnStep | None = None,
+    ) -> Iterator[Picture]:
+        """Make the request's pictures, `programs.batch` at a time.
 
-        Spans called encode, denoise and decode go to the timeline.
+        They come in order, except that pictures of one batch must have references of the same
+        sizes. Spans called encode, references, denoise and decode go to the timeline.
 
         Raises DeviceError, naming the stage, if latents or decoded values are not finite.
         """
-        call = _Call(self, request, progress)
-        batches = _batches(len(request.prompts), self.programs.batch)
-        prompts = [tuple(request.prompts[row] for row in rows) for rows in batches]
+        call = _Call(self, request, progress, on_step)
+        batches = _batches(request, self.programs.batch, call.references.grids)
         # A text encoder that does not stay is asked for once a request.
         ahead = len(batches) if self.weights.policy != "all" else 1
-        states: dict[tuple[str, ...], jax.Array] = {}
-        for number, rows in enumerate(batches):
+        for number, batch in enumerate(batches):
             if number % ahead == 0:
                 with timeline.span("encode"):
-                    states = call.encode(prompts[number : number + ahead])
-            text = states[prompts[number]]
+                    call.texts.prepare([b.rows for b in batches[number : number + ahead]])
+            with timeline.span("references"):
+                images = call.references.of(batch.rows)
             with timeline.span("denoise"):
-                x = call.starting_latents(rows)
-                x = call.denoise(x, text, done=number, batches=len(batches))
+                x = call.denoise(batch, images, done=number, batches=len(batches))
             with timeline.span("decode"):
                 arrays, finite = (to_host(array) for array in call.decode(x))
-            # Rows that only fill up the last batch repeat its last picture.
-            real = rows[: len(request.prompts) - number * self.programs.batch]
-            for index, row in enumerate(real):
-                _check_finite(finite[index], request, row)
-                progress("decode", row + 1, len(request.prompts))
+            for place, row in enumerate(batch.rows[: batch.real]):
+                _check_finite(finite[place], request, row)
+                call.made += 1
+                progress("decode", call.made, len(request.prompts))
                 yield Picture(
-                    array=arrays[index], prompt=request.prompts[row], seed=request.seeds[row]
+                    array=arrays[place],
+                    prompt=request.prompts[row],
+                    seed=request.seeds[row],
+                    index=row,
                 )
+
+    def encode_prompts(self, request: Request, progress: Progress) -> np.ndarray:
+        """Text states (B, T, J) of a request's prompts, on the host, in the model's dtype."""
+        texts = Texts(self, request, progress)
+        batches = _batches(request, self.programs.batch, lambda row: ())
+        texts.prepare([batch.rows for batch in batches])
+        states = [to_host(texts.of(batch.rows)[0])[: batch.real] for batch in batches]
+        return np.concatenate(states)
 
     def ready(self, program: Program) -> Executable:
         """The executable of `program`, compiled now if it was not asked for before."""
         return self.compiler.ready(program)
 
-    def rope(self, height: int, width: int, length: int) -> tuple[jax.Array, ...]:
+    def rope(self, height: int, width: int, length: int, grids: Grids) -> tuple[jax.Array, ...]:
         """Rotation tables on the devices; kept, since every call of a size needs the same."""
-        key = (height, width, length)
+        key = (height, width, length, grids)
         if key not in self._ropes:
             tables = self.programs.rope(*key)
             self._ropes[key] = tuple(self.put(table, sharded=False) for table in tables)
@@ -98,79 +136,95 @@ class Engine:
         return jax.device_put(array, self.programs.sharding(sharded))
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Rows of a request that are made together; those after the first `real` only fill up."""
+
+    rows: list[int]
+    real: int
+    grids: Grids
+
+
 class _Call:
     """The stages of one request."""
 
-    def __init__(self, engine: Engine, request: Request, progress: Progress) -> None:
+    def __init__(
+        self, engine: Engine, request: Request, progress: Progress, on_step: OnStep | None
+    ) -> None:
         self.engine = engine
         self.request = request
         self.progress = progress
-        self.shape = (request.height, request.width, request.max_sequence_length)
-        # Declared once a call, not once a batch; a new size compiles both at the same time.
-        programs, submit = engine.programs, engine.compiler.submit
-        self._decoder = submit(programs.decode(*self.shape[:2], request.output_type))
-        self._step = submit(programs.denoise(*self.shape))
-        self.steps = self._steps()
-        self._states: dict[tuple[str, ...], jax.Array] = {}
-        self._rows: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self.on_step = on_step
+        self.made = 0
+        self.texts = Texts(engine, request, progress)
+        self.references = References(engine, request)
+        self.size = (request.height, request.width)
+        # Declared once a call, not once a batch; a new size compiles all at the same time.
+        self._decoder = engine.compiler.submit(
+            engine.programs.decode(*self.size, request.output_type)
+        )
+        self._steps: dict[Grids, Program] = {}
+        for row in range(len(request.prompts)):
+            self._step(self.references.grids(row))
+        self.times, self.steps = self._schedule()
 
-    def _steps(self) -> list[jax.Array]:
-        """(timestep, sigma, next sigma) of each step, on the devices before the loop starts."""
+    def _step(self, grids: Grids) -> Program:
+        if grids not in self._steps:
+            programs, request = self.engine.programs, self.request
+            program = programs.denoise(*self.size, request.text_length, grids, request.guided)
+            self.engine.compiler.submit(program)
+            self._steps[grids] = program
+        return self._steps[grids]
+
+    def _schedule(self) -> tuple[np.ndarray, list[jax.Array]]:
+        """Timesteps, and (timestep, sigma, next sigma, guidance) of each step, on the devices
+        before the loop starts."""
         request, programs = self.request, self.engine.programs
-        rows, columns = programs.grid(request.height, request.width)
-        levels = sampling.sigmas(self.engine.scheduler, request.num_inference_steps, rows * columns)
+        rows, columns = programs.grid(*self.size)
+        levels = sampling.sigmas(
+            self.engine.scheduler, request.num_inference_steps, rows * columns, request.sigmas
+        )
         # The reference scales to training steps and back, in float32; so do we.
-        train = np.float32(self.engine.scheduler.num_train_timesteps)
-        times = (levels[:-1] * train) / np.float32(1000)
-        steps = np.stack([times, levels[:-1], levels[1:]], axis=-1)
-        return [self.engine.put(step, sharded=False) for step in steps]
-
-    def encode(self, batches: list[tuple[str, ...]]) -> dict[tuple[str, ...], jax.Array]:
-        """Text states of each different batch; those of the last call are not made again."""
-        known, self._states = self._states, {}
-        for prompts in dict.fromkeys(batches):
-            found = known.get(prompts)
-            self._states[prompts] = self._encode(prompts) if found is None else found
-        # So that the time of each stage is its own.
-        jax.block_until_ready(list(self._states.values()))
-        self.engine.weights.encoded()
-        return self._states
-
-    def _encode(self, prompts: tuple[str, ...]) -> jax.Array:
-        length = self.request.max_sequence_length
-        for prompt in prompts:
-            if prompt not in self._rows:
-                self._rows[prompt] = self.engine.tokenizer.encode(prompt, length)
-        ids = np.stack([self._rows[prompt][0] for prompt in prompts])
-        mask = np.stack([self._rows[prompt][1] for prompt in prompts])
-        encode = self.engine.ready(self.engine.programs.encode(length))
-        weights = self.engine.weights.encoder()
-        (states,) = encode(weights, self.engine.put(ids), self.engine.put(mask))
-        self.progress("encode", 1, 1)
-        return states
+        times = levels[:-1] * np.float32(self.engine.scheduler.num_train_timesteps)
+        guidance = np.full_like(times, request.guidance_scale)
+        steps = np.stack([times / np.float32(1000), levels[:-1], levels[1:], guidance], axis=-1)
+        return times, [self.engine.put(step, sharded=False) for step in steps]
 
     def starting_latents(self, rows: list[int]) -> jax.Array:
         request, programs = self.request, self.engine.programs
         if request.latents is not None:
-            pack = self.engine.ready(programs.pack(request.height, request.width))
+            pack = self.engine.ready(programs.pack(*self.size))
             return pack(self.engine.put(request.latents[rows]))[0]
-        noise = self.engine.ready(programs.noise(request.height, request.width))
+        noise = self.engine.ready(programs.noise(*self.size))
         seeds = np.asarray([request.seeds[row] for row in rows], np.uint32)
         return noise(self.engine.put(seeds))[0]
 
-    def denoise(self, x: jax.Array, text: jax.Array, *, done: int, batches: int) -> jax.Array:
-        engine, step = self.engine, self._step.result()
-        rope, weights = engine.rope(*self.shape), engine.weights.painter("transformer")
-        total = batches * len(self.steps)
+    def denoise(
+        self, batch: _Batch, images: tuple[jax.Array, ...], *, done: int, batches: int
+    ) -> jax.Array:
+        engine = self.engine
+        text, negative = self.texts.of(batch.rows)
+        x = self.starting_latents(batch.rows)
+        step = engine.ready(self._step(batch.grids))
+        rope = engine.rope(*self.size, self.request.text_length, batch.grids)
+        weights = engine.weights.painter("transformer")
+        total, before = batches * len(self.steps), done * len(self.steps)
         previous = x
         for index, levels in enumerate(self.steps):
             # At most one step runs ahead of the host: the bar is true and a cancel works.
             previous.block_until_ready()
             previous = x
-            (x,) = step(weights, x, text, rope, levels)
-            self.progress("denoise", done * len(self.steps) + index, total)
+            (x,) = step(weights, x, text, rope, levels, images, negative)
+            if self.on_step is not None:
+                x.block_until_ready()
+                seen = Step(index, float(self.times[index]), batch.rows, x, text)
+                self.on_step(seen)
+                x, text = seen.latents, seen.text
+                if seen.stop:
+                    break
+            self.progress("denoise", before + index, total)
         x.block_until_ready()
-        self.progress("denoise", (done + 1) * len(self.steps), total)
+        self.progress("denoise", before + len(self.steps), total)
         return x
 
     def decode(self, x: jax.Array) -> tuple[jax.Array, ...]:
@@ -183,12 +237,18 @@ def to_host(array: jax.Array) -> np.ndarray:
     return np.asarray(array)
 
 
-def _batches(count: int, size: int) -> list[list[int]]:
-    """0..count-1 in runs of `size`; the last run is filled up by repeating its last entry."""
-    return [
-        [min(start + offset, count - 1) for offset in range(size)]
-        for start in range(0, count, size)
-    ]
+def _batches(request: Request, size: int, grids: Callable[[int], Grids]) -> list[_Batch]:
+    """Runs of `size` rows whose references have the same sizes, in order of their first row; the
+    last run of each is filled up by repeating its last row."""
+    groups: dict[Grids, list[int]] = {}
+    for row in range(len(request.prompts)):
+        groups.setdefault(grids(row), []).append(row)
+    made = []
+    for layout, rows in groups.items():
+        for start in range(0, len(rows), size):
+            real = rows[start : start + size]
+            made.append(_Batch(real + real[-1:] * (size - len(real)), len(real), layout))
+    return sorted(made, key=lambda batch: batch.rows[0])
 
 
 def _check_finite(finite: np.ndarray, request: Request, row: int) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ from jax.sharding import Mesh
 from PIL import Image
 
 from firstlight import environment
-from firstlight.engine import Engine, Picture
+from firstlight.callbacks import StepCallback
+from firstlight.engine import Engine, OnStep, Picture
 from firstlight.errors import ConfigError, FirstlightError, RequestError
 from firstlight.progress import Progress, silent
 from firstlight.request import Limits, Request, complete
@@ -23,18 +25,7 @@ from firstlight.weights.folder import ModelFolder
 from firstlight.weights.load import STAGING_BYTES
 from firstlight.weights.loading import Loading
 
-UNBUILT = (
-    "image",
-    "image_reference",
-    "mask_image",
-    "padding_mask_crop",
-    "strength",
-    "negative_prompt",
-    "prompt_embeds",
-    "negative_prompt_embeds",
-    "sigmas",
-    "callback_on_step_end",
-)
+UNBUILT = ("image_reference", "mask_image", "padding_mask_crop", "strength")
 """Arguments of a call that are named already and raise until they do something."""
 
 
@@ -45,6 +36,7 @@ class Result:
     `images` is a list of PIL images ("pil"), or one array: (B, H, W, 3) float32 in [0, 1] ("np"),
     or (B, C, 2H/m, 2W/m) float32 latents, denormalised and unpatchified ("latent"). `metadata`
     has one JSON-able mapping per picture, which makes the picture again; `timings` are seconds.
+    `index` is the place of a streamed picture in its request.
     """
 
     images: Any
@@ -52,6 +44,7 @@ class Result:
     prompts: list[str]
     metadata: list[dict[str, Any]]
     timings: dict[str, float]
+    index: int = 0
 
 
 class Pipeline:
@@ -65,6 +58,7 @@ class Pipeline:
         self.load_timings = by_name(timeline.critical_path())
         self._engine = engine
         self._progress = progress
+        self._interrupt = False
 
     @classmethod
     def from_pretrained(
@@ -197,10 +191,25 @@ class Pipeline:
             height, width: pixels, multiples of the model's `pixel_multiple` (16 for klein).
             num_inference_steps: 4 for distilled models by default.
             num_images_per_prompt: pictures of each prompt.
+            image: references for editing: one picture, or an ordered list of them for all prompts;
+                a list of lists gives each prompt its own. PIL images, uint8 arrays (H, W, 3), or
+                paths. Larger ones are reduced to one megapixel; sides are cut to multiples. The
+                first one's size is the picture's unless height and width are given.
+            guidance_scale: how strongly the prompt binds (base models; 4.0 by default, 1.0 is one
+                pass per step without guidance). Distilled models ignore it, with a warning.
+            negative_prompt: what to steer away from; one text, or one for each prompt.
             seed: picture i uses seed + i (0 to 2^32 - 1); a list gives one seed per picture;
                 random if None, and reported.
             latents: starting noise (pictures, 4C, H/m, W/m) float32 instead of seeds.
+            prompt_embeds, negative_prompt_embeds: text states (prompts, T, J) instead of prompts,
+                as `encode_prompt` returns them.
+            sigmas: noise levels of the steps before the schedule shifts them, falling from at most
+                1; an end at 0 is appended.
             max_sequence_length: tokens of text, the chat text's own included.
+            callback_on_step_end: called as `callback(pipe, step, timestep, tensors)` after every
+                step of every batch of pictures; returns a dict of those it replaces. `tensors` has
+                what `callback_on_step_end_tensor_inputs` names: "latents" (B, N, 4C) float32 and
+                "prompt_embeds" (B, T, J). Setting `pipe.interrupt` skips the remaining steps.
             output_type: "pil", "np" or "latent" (see `Result`).
 
         Raises:
@@ -219,14 +228,36 @@ class Pipeline:
         checked now, not at the first picture.
         """
         _refuse_unbuilt({name: arguments.pop(name, None) for name in UNBUILT}, RequestError)
+        callback = arguments.pop("callback_on_step_end", None)
         # The tensors a callback asks for mean nothing without the callback.
-        arguments.pop("callback_on_step_end_tensor_inputs", None)
+        names = arguments.pop("callback_on_step_end_tensor_inputs", ("latents",))
+        watch = None if callback is None else StepCallback(self, self._engine, callback, names)
         request = complete(self.limits, prompt=prompt, **arguments)
-        return self._stream(request)
+        return self._stream(request, watch)
 
-    def _stream(self, request: Request) -> Iterator[Result]:
+    def encode_prompt(
+        self, prompt: str | Sequence[str], *, max_sequence_length: int | None = None
+    ) -> np.ndarray:
+        """Text states of prompts, to be given as `prompt_embeds` any number of times.
+
+        Returns (prompts, T, J) in the model's dtype. Raises RequestError as a call does.
+        """
+        request = complete(self.limits, prompt=prompt, max_sequence_length=max_sequence_length)
+        return self._engine.encode_prompts(request, self._progress)
+
+    @property
+    def interrupt(self) -> bool:
+        """Whether the remaining steps of the running call are skipped; a callback may set it."""
+        return self._interrupt
+
+    @interrupt.setter
+    def interrupt(self, value: bool) -> None:
+        self._interrupt = value
+
+    def _stream(self, request: Request, watch: OnStep | None) -> Iterator[Result]:
         timeline = Timeline.from_now()
-        for picture in self._engine.run(request, self._progress, timeline):
+        self._interrupt = False
+        for picture in self._engine.run(request, self._progress, timeline, watch):
             seconds = by_name(timeline.critical_path())
             timeline.restart()
             yield Result(
@@ -234,6 +265,7 @@ class Pipeline:
                 seeds=[picture.seed],
                 prompts=[picture.prompt],
                 metadata=[self._metadata(request, picture)],
+                index=picture.index,
                 timings=dict(seconds, total=sum(seconds.values())),
             )
 
@@ -247,6 +279,20 @@ class Pipeline:
         """Programs compiled by this pipeline so far (those taken from disk do not count)."""
         return self._engine.compiler.compiled
 
+    @staticmethod
+    def _of_conditions(request: Request, picture: Picture) -> dict[str, Any]:
+        """What a picture was made from besides its prompt, where it was."""
+        made: dict[str, Any] = {}
+        if request.negative_prompts:
+            made["negative_prompt"] = request.negative_prompts[picture.index]
+        if request.references and request.references[picture.index]:
+            made["references"] = [_digest(p) for p in request.references[picture.index]]
+        if request.sigmas is not None:
+            made["sigmas"] = list(request.sigmas)
+        if request.prompt_embeds is not None:
+            made["prompt"] = None
+        return made
+
     def _metadata(self, request: Request, picture: Picture) -> dict[str, Any]:
         programs = self._engine.programs
         device = programs.mesh.devices.flat[0]
@@ -256,6 +302,7 @@ class Pipeline:
             "seed": picture.seed if request.latents is None else None,
             "num_inference_steps": request.num_inference_steps,
             "guidance_scale": request.guidance_scale,
+            **self._of_conditions(request, picture),
             "height": request.height,
             "width": request.width,
             "max_sequence_length": request.max_sequence_length,
@@ -271,6 +318,11 @@ class Pipeline:
         }
 
 
+def _digest(picture: np.ndarray) -> str:
+    """Of a reference's pixels as the autoencoder gets them."""
+    return hashlib.sha256(repr(picture.shape).encode() + picture.tobytes()).hexdigest()
+
+
 def _images(arrays: Sequence[np.ndarray], output_type: str) -> Any:
     if output_type == "pil":
         return [Image.fromarray(array) for array in arrays]
@@ -278,6 +330,7 @@ def _images(arrays: Sequence[np.ndarray], output_type: str) -> Any:
 
 
 def _merged(results: list[Result], output_type: str) -> Result:
+    results = sorted(results, key=lambda result: result.index)
     images = [image for result in results for image in result.images]
     timings: dict[str, float] = {}
     for result in results:

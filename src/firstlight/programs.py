@@ -7,6 +7,7 @@ Each call makes B = data devices x images per device pictures. m is the pixel mu
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,6 +24,9 @@ from firstlight.compile import Program
 from firstlight.models import autoencoder, text_encoder, transformer
 from firstlight.models.params import DATA, DType
 from firstlight.sharding import abstract_params
+
+Grids = tuple[tuple[int, int], ...]
+"""Rows and columns of image tokens of each reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,29 +86,70 @@ class Programs:
         params = abstract_params(text_encoder.spec(cfg, self.arch.dtype), self.mesh)
         return self._program(f"encode {length}", function, (params, ids, ids))
 
-    def denoise(self, height: int, width: int, length: int) -> Program:
-        """params, x (B, N, 4C) float32, text states, cos and sin of each joint token, and the
-        step's (timestep, sigma, next sigma) as float32 (3,) -> x after the step."""
+    def denoise(
+        self, height: int, width: int, length: int, references: Grids = (), guided: bool = False
+    ) -> Program:
+        """params, x (B, N, 4C) float32, text states, cos and sin of each joint token, the step's
+        (timestep, sigma, next sigma, guidance) as float32 (4,), the tokens of each reference
+        (B, Nk, 4C), and the text states to steer away from -> x after the step.
+
+        The last one is None unless `guided`; then both passes are made one after the other, with
+        the memory of one (weights are read twice, which costs little beside a picture's tokens).
+        """
         cfg, batch = self.arch.transformer, self.batch
-        rows, columns = self.grid(height, width)
+        tokens = math.prod(self.grid(height, width))
 
-        def function(params: Any, x: Array, text: Array, rope: Any, step: Array) -> tuple[Array]:
+        def function(
+            params: Any, x: Array, text: Array, rope: Any, step: Array, images: Any, negative: Any
+        ) -> tuple[Array]:
             timestep_B = jnp.broadcast_to(step[0], (batch,), out_sharding=P(DATA))
-            velocity = transformer.denoise(params, cfg, x, text, timestep_B, rope)
-            return (sampling.euler_step(x, velocity, step[1], step[2]),)
+            stream = jnp.concatenate([x, *images], axis=1)
 
-        tokens = rows * columns
-        table = self._array((length + tokens, cfg.attention_head_dim // 2), sharded=False)
+            def velocity(states: Array) -> Array:
+                made = transformer.denoise(params, cfg, stream, states, timestep_B, rope)
+                return made[:, :tokens]
+
+            if negative is None:
+                return (sampling.euler_step(x, velocity(text), step[1], step[2]),)
+            towards, away = lax.map(velocity, jnp.stack([text, negative]))
+            guided = away + step[3] * (towards - away)
+            return (sampling.euler_step(x, guided, step[1], step[2]),)
+
+        counts = [rows * columns for rows, columns in references]
+        table = self._array(
+            (length + tokens + sum(counts), cfg.attention_head_dim // 2), sharded=False
+        )
+        text = self._array((batch, length, cfg.joint_attention_dim), self.arch.dtype)
         return self._program(
-            f"denoise {width}x{height} {length}",
+            f"denoise {width}x{height} {length}{_words(references)}{' guided' if guided else ''}",
             function,
             (
                 abstract_params(transformer.spec(cfg, self.arch.dtype), self.mesh),
                 self._array((batch, tokens, cfg.in_channels)),
-                self._array((batch, length, cfg.joint_attention_dim), self.arch.dtype),
+                text,
                 (table, table),
-                self._array((3,), sharded=False),
+                self._array((4,), sharded=False),
+                tuple(self._array((batch, count, cfg.in_channels)) for count in counts),
+                text if guided else None,
             ),
+        )
+
+    def reference(self, rows: int, columns: int) -> Program:
+        """encoder params, latent statistics, pictures (B, H, W, 3) uint8 of a grid of tokens ->
+        token rows (B, N, 4C) float32, on the transformer's scale."""
+        cfg = self.arch.vae
+
+        def function(params: Any, stats: Any, pictures: Array) -> tuple[Array]:
+            image = pictures.astype(jnp.float32) / 255.0 * 2.0 - 1.0
+            cells = sampling.patchify(autoencoder.encode(params, cfg, image))
+            cells = sampling.normalise(cells, stats, cfg.batch_norm_eps)
+            return (sampling.rows_of(cells),)
+
+        params = abstract_params(autoencoder.spec(cfg, self.arch.dtype), self.mesh)
+        height, width = rows * cfg.pixel_multiple, columns * cfg.pixel_multiple
+        pictures = self._array((self.batch, height, width, 3), "uint8")
+        return self._program(
+            f"reference {width}x{height}", function, (params.encoder, params.stats, pictures)
         )
 
     def decode(self, height: int, width: int, output: str) -> Program:
@@ -141,9 +186,12 @@ class Programs:
             self.noise(height, width),
         ]
 
-    def rope(self, height: int, width: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def rope(
+        self, height: int, width: int, length: int, references: Grids = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The rotation tables that `denoise` takes, float32 on the host."""
         ids = [sampling.text_ids(length), sampling.image_ids(*self.grid(height, width))]
+        ids += [sampling.reference_ids(number, *grid) for number, grid in enumerate(references)]
         return sampling.rope_table(self.arch.transformer, np.concatenate(ids))
 
     def sharding(self, sharded: bool = True) -> NamedSharding:
@@ -160,3 +208,8 @@ class Programs:
     ) -> Program:
         identity = {"architecture": self.arch.identity, "batch": self.batch}
         return Program(name, function, args, identity, outputs)
+
+
+def _words(references: Grids) -> str:
+    """Token grids of references, in a program's name."""
+    return "".join(f" +{columns}x{rows}" for rows, columns in references)

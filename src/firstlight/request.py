@@ -14,6 +14,7 @@ import numpy as np
 from firstlight.config import MAX_SEED
 from firstlight.errors import FirstlightWarning, RequestError
 from firstlight.models.variants import Variant
+from firstlight.references import MAX_REFERENCES, per_prompt, prepare
 from firstlight.sampling import check_size
 
 MAX_STEPS = 1000
@@ -32,6 +33,7 @@ class Limits:
     default_size: int
     pixel_multiple: int
     token_channels: int
+    text_width: int
     max_sequence_length: int
 
     def check_size(self, height: int, width: int) -> None:
@@ -41,7 +43,11 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A complete request: one prompt and one seed per picture, everything else common."""
+    """A complete request; tuples and arrays have one entry per picture, all else is common.
+
+    `prompt_embeds` (B, T, J) stands for the prompts where it is given. `references` are uint8
+    (H, W, 3) pictures that the autoencoder can take.
+    """
 
     prompts: tuple[str, ...]
     seeds: tuple[int, ...]
@@ -52,19 +58,40 @@ class Request:
     max_sequence_length: int
     output_type: str
     latents: np.ndarray | None
+    sigmas: tuple[float, ...] | None = None
+    negative_prompts: tuple[str, ...] = ()
+    prompt_embeds: np.ndarray | None = None
+    negative_prompt_embeds: np.ndarray | None = None
+    references: tuple[tuple[np.ndarray, ...], ...] = ()
+
+    @property
+    def guided(self) -> bool:
+        """Whether each step makes two passes, with and without the prompt."""
+        return self.guidance_scale > 1
+
+    @property
+    def text_length(self) -> int:
+        """Tokens of text."""
+        embeds = self.prompt_embeds
+        return self.max_sequence_length if embeds is None else embeds.shape[1]
 
 
 def complete(
     limits: Limits,
     *,
-    prompt: Any,
+    prompt: Any = None,
+    image: Any = None,
     height: int | None = None,
     width: int | None = None,
     num_inference_steps: int | None = None,
     guidance_scale: float | None = None,
+    negative_prompt: Any = None,
     num_images_per_prompt: int = 1,
     seed: int | Sequence[int] | None = None,
     latents: Any = None,
+    prompt_embeds: Any = None,
+    negative_prompt_embeds: Any = None,
+    sigmas: Any = None,
     max_sequence_length: int | None = None,
     output_type: str = "pil",
 ) -> Request:
@@ -73,30 +100,153 @@ def complete(
     Pictures are ordered prompt by prompt; picture i uses seed + i, so that it can be made again
     alone.
     """
-    prompts = _prompts(prompt)
+    embeds = _embeds("prompt_embeds", prompt_embeds, limits)
+    prompts = _prompts(prompt) if embeds is None else _no_prompts(prompt, len(embeds))
+    given = len(prompts)
     count = _integer("num_images_per_prompt", num_images_per_prompt, 1, MAX_IMAGES_PER_PROMPT)
-    prompts = tuple(text for text in prompts for _ in range(count))
-    height = limits.default_size if height is None else height
-    width = limits.default_size if width is None else width
-    limits.check_size(height, width)
-    steps = (
-        limits.variant.num_inference_steps if num_inference_steps is None else num_inference_steps
-    )
+    references = _references(image, given, limits)
+    height, width = _size(height, width, references, limits)
+    guidance = _guidance(limits.variant, guidance_scale)
+    negative = _embeds("negative_prompt_embeds", negative_prompt_embeds, limits)
+    _check_negative(negative_prompt, negative, embeds, guidance)
+    levels = _sigmas(sigmas)
+    steps = num_inference_steps
+    if steps is None:
+        steps = len(levels) if levels else limits.variant.num_inference_steps
     length = limits.max_sequence_length if max_sequence_length is None else max_sequence_length
     if output_type not in OUTPUT_TYPES:
         raise RequestError(f"output_type is {output_type!r}; allowed: {', '.join(OUTPUT_TYPES)}")
     grid = (height // limits.pixel_multiple, width // limits.pixel_multiple)
+    pictures = given * count
+    negatives = _negatives(negative_prompt, given) if guidance > 1 and negative is None else ()
     return Request(
-        prompts=prompts,
-        seeds=_seeds(seed, len(prompts)),
+        prompts=_each(prompts, count),
+        seeds=_seeds(seed, pictures),
         height=height,
         width=width,
         num_inference_steps=_integer("num_inference_steps", steps, 1, MAX_STEPS),
-        guidance_scale=_guidance(limits.variant, guidance_scale),
+        guidance_scale=guidance,
         max_sequence_length=_integer("max_sequence_length", length, 1, limits.max_sequence_length),
         output_type=output_type,
-        latents=_latents(latents, (len(prompts), limits.token_channels, *grid)),
+        latents=_latents(latents, (pictures, limits.token_channels, *grid)),
+        sigmas=levels,
+        negative_prompts=_each(negatives, count),
+        prompt_embeds=None if embeds is None else embeds.repeat(count, axis=0),
+        negative_prompt_embeds=None if negative is None else negative.repeat(count, axis=0),
+        references=_each(references, count),
     )
+
+
+def _each(values: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    return tuple(value for value in values for _ in range(count))
+
+
+def _no_prompts(prompt: Any, count: int) -> tuple[str, ...]:
+    if prompt is not None:
+        raise RequestError("prompt and prompt_embeds exclude each other; give one of them")
+    return ("",) * count
+
+
+def _embeds(name: str, value: Any, limits: Limits) -> np.ndarray | None:
+    """Text states (prompts, T, J) as float32."""
+    if value is None:
+        return None
+    array = np.asarray(value).astype(np.float32)
+    if array.ndim != 3 or 0 in array.shape or array.shape[2] != limits.text_width:
+        raise RequestError(
+            f"{name} have shape {array.shape}; (prompts, tokens, {limits.text_width}) is needed"
+        )
+    if not np.isfinite(array).all():
+        raise RequestError(f"{name} contain values that are not finite")
+    return array
+
+
+def _check_negative(
+    prompt: Any, negative: np.ndarray | None, embeds: np.ndarray | None, guidance: float
+) -> None:
+    """What is given to steer away from must have an effect, and shapes that fit."""
+    if prompt is not None and negative is not None:
+        raise RequestError(
+            "negative_prompt and negative_prompt_embeds exclude each other; give one of them"
+        )
+    if guidance <= 1 and (prompt is not None or negative is not None):
+        raise RequestError(
+            "a negative prompt has no effect without guidance; it needs a base model and "
+            "guidance_scale above 1"
+        )
+    if negative is not None and (embeds is None or negative.shape != embeds.shape):
+        shape = None if embeds is None else embeds.shape
+        raise RequestError(
+            f"negative_prompt_embeds have shape {negative.shape}; prompt_embeds of the same shape "
+            f"are needed, not {shape}"
+        )
+
+
+def _negatives(negative_prompt: Any, count: int) -> tuple[str, ...]:
+    """One text a prompt; empty, as in the reference, if none is given."""
+    if negative_prompt is None:
+        return ("",) * count
+    texts = (negative_prompt,) if isinstance(negative_prompt, str) else tuple(negative_prompt)
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise RequestError(f"negative_prompt {index} is {text!r}; a text is needed")
+    if len(texts) not in (1, count):
+        raise RequestError(
+            f"negative_prompt has {len(texts)} texts; one, or one for each of {count} prompts, "
+            "is needed"
+        )
+    return texts * count if len(texts) == 1 else texts
+
+
+def _sigmas(sigmas: Any) -> tuple[float, ...] | None:
+    if sigmas is None:
+        return None
+    array = np.asarray(sigmas, np.float64)
+    good = array.ndim == 1 and 0 < len(array) <= MAX_STEPS
+    if not good or not ((array > 0) & (array <= 1)).all() or (np.diff(array) >= 0).any():
+        raise RequestError(
+            f"sigmas are {str(sigmas)[:80]}; falling numbers above 0 and at most 1 are needed"
+        )
+    return tuple(map(float, array))
+
+
+def _references(image: Any, prompts: int, limits: Limits) -> tuple[tuple[np.ndarray, ...], ...]:
+    made: dict[int, np.ndarray] = {}  # one picture for many prompts is prepared once
+    lists = per_prompt(image, prompts)
+    ids = [[id(picture) for picture in images] for images in lists]
+    shared = all(other == ids[0] for other in ids)
+    for number, images in enumerate(lists):
+        if len(images) > MAX_REFERENCES:
+            raise RequestError(
+                f"image: prompt {number} has {len(images)} references; at most {MAX_REFERENCES} "
+                "are allowed"
+            )
+        for index, picture in enumerate(images):
+            if id(picture) not in made:
+                name = f"image {index}" if shared else f"image {index} of prompt {number}"
+                made[id(picture)] = prepare(picture, name, limits.pixel_multiple)
+    return tuple(tuple(made[id(picture)] for picture in images) for images in lists)
+
+
+def _size(
+    height: int | None,
+    width: int | None,
+    references: tuple[tuple[np.ndarray, ...], ...],
+    limits: Limits,
+) -> tuple[int, int]:
+    """Given sides win; else those of the first reference; else the model's own."""
+    default = (limits.default_size, limits.default_size)
+    first = list(dict.fromkeys(images[0].shape[:2] for images in references if images))
+    if first and None in (height, width):
+        if len(first) > 1:
+            sizes = ", ".join(f"{w}x{h}" for h, w in first)
+            raise RequestError(
+                f"the first references have different sizes ({sizes}); give height and width"
+            )
+        default = first[0]
+    made = (default[0] if height is None else height, default[1] if width is None else width)
+    limits.check_size(*made)
+    return made
 
 
 def _prompts(prompt: Any) -> tuple[str, ...]:
@@ -131,7 +281,7 @@ def _seeds(seed: int | Sequence[int] | None, count: int) -> tuple[int, ...]:
 
 
 def _guidance(variant: Variant, guidance_scale: float | None) -> float:
-    """The guidance that is applied: 1.0 means one pass per step."""
+    """The guidance that is applied: 1.0 means one pass per step, and so does less."""
     if guidance_scale is None:
         guidance_scale = variant.guidance_scale
     if isinstance(guidance_scale, bool) or not isinstance(guidance_scale, (int, float)):
@@ -147,12 +297,7 @@ def _guidance(variant: Variant, guidance_scale: float | None) -> float:
                 stacklevel=4,
             )
         return 1.0
-    if guidance_scale > 1:
-        raise RequestError(
-            f"guidance_scale is {guidance_scale}: classifier-free guidance for base models is not "
-            "built yet; guidance_scale=1.0 runs one unguided pass per step"
-        )
-    return 1.0
+    return max(1.0, float(guidance_scale))
 
 
 def _latents(latents: Any, shape: tuple[int, ...]) -> np.ndarray | None:

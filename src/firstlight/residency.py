@@ -20,6 +20,8 @@ prompt. swap: besides, it is never there together with the other components."""
 
 ENCODER = ("text_encoder",)
 PAINTERS = ("transformer", "vae")
+ON_DEMAND = ("vae_encoder",)
+"""Loaded with the painters when a request first has references."""
 
 
 class Residency:
@@ -38,8 +40,9 @@ class Residency:
         """Make these components be there."""
         missing = tuple(name for name in names if name not in self.trees)
         if missing and self.policy == "swap":
-            for name in self.trees.keys() - set(names):
-                del self.trees[name]
+            leaving = PAINTERS + ON_DEMAND if set(names) & set(ENCODER) else ENCODER
+            for name in leaving:
+                self.trees.pop(name, None)
         if missing:
             self.trees.update(self._load(missing))
 
@@ -50,7 +53,8 @@ class Residency:
 
     def painter(self, name: str) -> Any:
         """The parameters of one of the other components."""
-        self.need(PAINTERS)
+        if name not in self.trees:
+            self.need((*PAINTERS, *ON_DEMAND) if name in ON_DEMAND else PAINTERS)
         return self.trees[name]
 
     def encoded(self) -> None:

@@ -8,6 +8,7 @@ B batch, C latent channels, m pixel multiple, N = rows x columns image tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +33,18 @@ def text_ids(length: int) -> np.ndarray:
 def image_ids(rows: int, columns: int, time: int = 0) -> np.ndarray:
     """(rows x columns, 4) position ids of a grid of image tokens, row by row.
 
-    `time` is 0 for the generated picture and 10 (k + 1) for reference k.
+    `time` is 0 for the generated picture; see `reference_ids` for others.
     """
     ids = np.zeros((rows, columns, 4), np.int32)
     ids[..., 0] = time
     ids[..., 1] = np.arange(rows)[:, None]
     ids[..., 2] = np.arange(columns)
     return ids.reshape(rows * columns, 4)
+
+
+def reference_ids(number: int, rows: int, columns: int) -> np.ndarray:
+    """Position ids of reference `number` (from 0): its own grid, at time 10, 20, ..."""
+    return image_ids(rows, columns, 10 * (number + 1))
 
 
 def rope_table(cfg: TransformerConfig, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -69,7 +75,10 @@ def mu(tokens: int, num_inference_steps: int) -> float:
 
 
 def sigmas(
-    cfg: SchedulerConfig, num_inference_steps: int, tokens: int, custom: list[float] | None = None
+    cfg: SchedulerConfig,
+    num_inference_steps: int,
+    tokens: int,
+    custom: Sequence[float] | None = None,
 ) -> np.ndarray:
     """Noise levels of the steps, float32, ending in an appended 0.
 
@@ -113,6 +122,11 @@ def pack(x: Float[Array, "B C h w"]) -> Float[Array, "B N C"]:
     """Channel-first grids to token rows, row by row."""
     B, C, h, w = x.shape
     return x.transpose(0, 2, 3, 1).reshape(B, h * w, C, out_sharding=BY_BATCH)
+
+
+def rows_of(x: Float[Array, "B h w C"]) -> Float[Array, "B N C"]:
+    """Channel-last grids to token rows."""
+    return x.reshape(x.shape[0], -1, x.shape[3], out_sharding=BY_BATCH)
 
 
 def unpack(x: Float[Array, "B N C"], rows: int, columns: int) -> Float[Array, "B h w C"]:

@@ -27,7 +27,7 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.weights.boxes import overread, restricted
 from firstlight.weights.folder import ModelFolder
 from firstlight.weights.load import Reading
-from firstlight.weights.loading import RESOLVE, Loading, needed, needed_specs
+from firstlight.weights.loading import COMPONENTS, RESOLVE, Loading, needed, needed_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,7 @@ def limits(folder: ModelFolder) -> Limits:
         default_size=folder.default_size,
         pixel_multiple=folder.vae.pixel_multiple,
         token_channels=folder.transformer.in_channels,
+        text_width=folder.transformer.joint_attention_dim,
         max_sequence_length=folder.max_sequence_length,
     )
 
@@ -136,7 +137,8 @@ def _residency(
     policy = residency.choose_policy(needs, available, offload, where)
     timeline.note("memory", residency.statement(needs, available, where))
     timeline.note("policy", policy)
-    shardings = {name: param_shardings(tree, mesh) for name, tree in specs.items()}
+    every = needed_specs(folder, COMPONENTS)
+    shardings = {name: param_shardings(tree, mesh) for name, tree in every.items()}
 
     # Of several hosts, each reads what its own devices hold.
     alone = jax.process_count() == 1
@@ -147,7 +149,7 @@ def _residency(
             reading = loading.take_reading() if set(names) == set(specs) else None
             reading = reading or Reading(needed(folder, names), timeline=timeline)
             return place(reading, where, compiler, timeline)
-        mine = {name: specs[name] for name in names}
+        mine = {name: every[name] for name in names}
         plan = restricted(needed(folder, names), local_boxes(mine, where))
         timeline.note("overread_bytes", overread(plan))
         return place(Reading(plan, timeline=timeline), where, compiler, timeline, specs=mine)

@@ -7,19 +7,26 @@ and shapes of the tensors go through the real loader, so the weight tables are t
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
+from PIL import Image
 
-from firstlight import sampling
-from firstlight.programs import Architecture, Programs
+from firstlight import references, sampling
+from firstlight.compile import Compiler
+from firstlight.engine import Engine
+from firstlight.programs import Programs
+from firstlight.progress import silent
+from firstlight.request import Request
+from firstlight.residency import Residency
+from firstlight.start import architecture
+from firstlight.timeline import Timeline
 from tests import hashfill, keys
 from tests.components import Components
 
@@ -192,59 +199,102 @@ def test_q1_text_encoder(levels):
     check(out[0, 6], 65.8756, 457.734, row)
 
 
+class Pipelines:
+    """Two steps of the tiny model through the engine, from given text states and latents."""
+
+    def __init__(self, tiny: Components) -> None:
+        model = tiny.model
+        programs = Programs(architecture(model), tiny.mesh, batch=1)
+        weights = Residency("all", lambda names: {})
+        weights.trees = {**tiny.weights, "vae_encoder": tiny.weights["vae"]}
+        tokenizer: Any = None  # text states are given
+        self.engine = Engine(
+            programs=programs,
+            compiler=Compiler(tiny.mesh, None),
+            scheduler=model.scheduler,
+            tokenizer=tokenizer,
+            weights=weights,
+        )
+
+    def __call__(self, output_type: str, **changes: Any) -> np.ndarray:
+        request = Request(
+            prompts=("",),
+            seeds=(0,),
+            height=8,
+            width=8,
+            num_inference_steps=2,
+            guidance_scale=1.0,
+            max_sequence_length=7,
+            output_type=output_type,
+            latents=hashfill.tensor(8, (1, 4, 4, 4)),
+            prompt_embeds=hashfill.tensor(6, (1, 7, 16)),
+        )
+        request = dataclasses.replace(request, **changes)
+        (picture,) = self.engine.run(request, silent, Timeline.from_now())
+        return picture.array[None]
+
+
 @pytest.fixture(scope="module")
-def p1(tiny):
-    """Decodes two steps of text to image, from given text states, as an output type."""
-    model = tiny.model
-    arch = Architecture(
-        transformer=model.transformer,
-        text_encoder=model.text_encoder,
-        vae=model.vae,
-        dtype="float32",
-    )
-    programs = Programs(arch, tiny.mesh, batch=1)
-    height = width = 8
-    text = hashfill.tensor(6, (1, 7, 16))
-    levels = sampling.sigmas(model.scheduler, 2, tokens=16)
+def pipeline(tiny):
+    return Pipelines(tiny)
+
+
+def reference(width: int = 66) -> np.ndarray:
+    """R = 3x, G = 5y, B = x + y modulo 256, as the autoencoder gets it."""
+    y, x = np.mgrid[:64, :66]
+    picture = np.stack([3 * x, 5 * y, x + y], axis=-1).astype(np.uint8)
+    return references.prepare(Image.fromarray(picture[:, :width]), "image", 2)
+
+
+def test_p_schedule(tiny):
+    levels = sampling.sigmas(tiny.model.scheduler, 2, tokens=16)
     np.testing.assert_allclose(levels, [1, 0.87657392, 0], rtol=0, atol=6.5e-8)
 
-    def call(program, *args):
-        with jax.set_mesh(tiny.mesh):
-            # Placed like the abstract arguments that the program is compiled for.
-            placed = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), args, program.args)
-            return jax.jit(program.function)(*placed)
 
-    (x,) = call(programs.pack(height, width), hashfill.tensor(8, (1, 4, 4, 4)))
-    rope = programs.rope(height, width, 7)
-    step = programs.denoise(height, width, 7)
-    for now, following in pairwise(levels):
-        times = np.array([now, now, following], np.float32)
-        (x,) = call(step, tiny.weights["transformer"], x, text, rope, times)
-
-    def decode(output: str) -> np.ndarray:
-        vae = tiny.weights["vae"]
-        out, finite = call(programs.decode(height, width, output), vae.decoder, vae.stats, x)
-        assert np.asarray(finite).all()
-        return np.asarray(out)
-
-    return decode
+def test_p2_base_with_guidance(pipeline):
+    negative = hashfill.tensor(7, (1, 7, 16))
+    latents = pipeline("latent", guidance_scale=4.0, negative_prompt_embeds=negative)
+    first = [7.73723, -3.44445, 3.71120, -7.05124, -0.50555, -19.97934]
+    check(latents, -98.2252, 598.670, first)
 
 
-def test_p1_latents(p1):
-    latents = p1("latent")
+def test_p3_reference_tokens(pipeline):
+    program = pipeline.engine.programs.reference(32, 33)
+    vae = pipeline.engine.weights.painter("vae")
+    picture = pipeline.engine.put(reference()[None])
+    (tokens,) = pipeline.engine.ready(program)(vae.encoder, vae.stats, picture)
+    assert tokens.shape == (1, 1056, 4)
+    first = [1.05549, -0.44077, 0.40946, -0.25991, 0.64399, 0.09784]
+    check(np.asarray(tokens), 2328.365, 3154.352, first)
+
+
+def test_p3_edit(pipeline):
+    latents = pipeline("latent", references=((reference(),),))
+    first = [1.14110, -11.00411, -0.45500, -8.50406, 1.48051, -10.69103]
+    check(latents, -73.8246, 415.113, first)
+
+
+def test_p4_two_references(pipeline):
+    latents = pipeline("latent", references=((reference(), reference(64)),))
+    first = [1.22611, -10.92557, -0.11593, -8.05471, 1.46977, -10.65852]
+    check(latents, -71.8981, 413.860, first)
+
+
+def test_p1_latents(pipeline):
+    latents = pipeline("latent")
     assert latents.shape == (1, 1, 8, 8)
     first = [8.70035, -2.78637, 5.97448, -2.86193, 7.55066, -7.96304]
     check(latents, 29.6305, 481.934, first)
 
 
-def test_p1_picture(p1):
-    image = p1("np").transpose(0, 3, 1, 2)
+def test_p1_picture(pipeline):
+    image = pipeline("np").transpose(0, 3, 1, 2)
     assert image.shape == (1, 3, 8, 8)
     check(image, 95.8534, 95.8534, [0, 0.72400, 0.06823, 0.91645, 0, 0.74456])
 
 
-def test_p1_bytes(p1):
-    image = p1("pil")
+def test_p1_bytes(pipeline):
+    image = pipeline("pil")
     assert image.shape == (1, 8, 8, 3) and image.dtype == np.uint8
     assert image.ravel()[:9].tolist() == [0, 119, 159, 185, 214, 180, 17, 111, 255]
     assert image.sum(dtype=np.int64) == 24437

@@ -21,12 +21,16 @@ from firstlight.weights.plan import Plan, merged
 RESOLVE = "resolve"
 """Name of the span in which the model is found and its headers are checked."""
 
-NEEDED: dict[str, tuple[str, ...] | None] = {
-    "text_encoder": None,
-    "transformer": None,
-    "vae": ("decoder", "stats"),
+COMPONENTS: dict[str, tuple[str, tuple[str, ...] | None]] = {
+    "text_encoder": ("text_encoder", None),
+    "transformer": ("transformer", None),
+    "vae": ("vae", ("decoder", "stats")),
+    "vae_encoder": ("vae", ("encoder",)),
 }
-"""Components of text to image in the order in which they are needed, and the parts of each."""
+"""What is loaded as one: a component of the model, and the parts of it (None: all)."""
+
+NEEDED = ("text_encoder", "transformer", "vae")
+"""What text to image loads, in the order in which it is needed."""
 
 
 class Loading:
@@ -128,16 +132,24 @@ class Loading:
         )
 
 
-def needed(folder: ModelFolder, names: Iterable[str] = tuple(NEEDED)) -> Plan:
-    """The plan of what text to image needs of these components; paths begin with their names."""
+def needed(folder: ModelFolder, names: Iterable[str] = NEEDED) -> Plan:
+    """The plan of these components; paths begin with their names."""
     plans = {}
     for name in names:
-        parts = NEEDED[name]
-        plans[name] = folder.plans[name] if parts is None else folder.plans[name].only(*parts)
+        component, parts = COMPONENTS[name]
+        plan = folder.plans[component]
+        plans[name] = plan if parts is None else plan.only(*parts)
     return merged(plans)
 
 
-def needed_specs(folder: ModelFolder) -> dict[str, Any]:
-    """The `ParamSpec` trees of everything that text to image needs, by component."""
-    specs = dict(folder.specs, vae=dataclasses.replace(folder.specs["vae"], encoder=None))
-    return {name: specs[name] for name in NEEDED}
+def needed_specs(folder: ModelFolder, names: Iterable[str] = NEEDED) -> dict[str, Any]:
+    """The `ParamSpec` trees of these components; a part that is not loaded is None."""
+    made = {}
+    for name in names:
+        component, parts = COMPONENTS[name]
+        tree = folder.specs[component]
+        if parts is not None:
+            absent = [f.name for f in dataclasses.fields(tree) if f.name not in parts]
+            tree = dataclasses.replace(tree, **dict.fromkeys(absent))
+        made[name] = tree
+    return made

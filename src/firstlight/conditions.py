@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pictures are made from: text states and reference tokens, on the devices.
+
+Both live as long as one request: nothing of one request can reach another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from firstlight.programs import Grids
+from firstlight.progress import Progress
+from firstlight.request import Request
+
+if TYPE_CHECKING:
+    from firstlight.engine import Engine
+
+Prompts = tuple[str, ...]
+
+
+class Texts:
+    """Text states (B, T, J) of batches of rows, towards and away from which a request goes."""
+
+    def __init__(self, engine: Engine, request: Request, progress: Progress) -> None:
+        self._engine, self._request, self._progress = engine, request, progress
+        self._states: dict[Prompts, jax.Array] = {}
+        self._tokens: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+
+    def prepare(self, batches: Sequence[list[int]]) -> None:
+        """Encode what these batches of rows need; what the last call encoded is kept."""
+        request = self._request
+        if request.prompt_embeds is not None and not request.negative_prompts:
+            return
+        known, self._states = self._states, {}
+        for rows in batches:
+            for prompts in self._prompts(rows):
+                if prompts not in self._states:
+                    found = known.get(prompts)
+                    self._states[prompts] = self._encode(prompts) if found is None else found
+        # So that the time of each stage is its own.
+        jax.block_until_ready(list(self._states.values()))
+        self._engine.weights.encoded()
+
+    def of(self, rows: list[int]) -> tuple[jax.Array, jax.Array | None]:
+        """States of a batch, and those to steer away from (None without guidance)."""
+        request = self._request
+        towards = self._given(request.prompt_embeds, rows)
+        if towards is None:
+            towards = self._states[tuple(request.prompts[row] for row in rows)]
+        if not request.guided:
+            return towards, None
+        away = self._given(request.negative_prompt_embeds, rows)
+        if away is None:
+            away = self._states[tuple(request.negative_prompts[row] for row in rows)]
+        return towards, away
+
+    def put(self, states: np.ndarray) -> jax.Array:
+        """Given text states (B, T, J), in the model's dtype."""
+        return self._engine.put(states.astype(self._engine.programs.arch.dtype))
+
+    def _prompts(self, rows: list[int]) -> list[Prompts]:
+        request = self._request
+        sources = [] if request.prompt_embeds is not None else [request.prompts]
+        if request.negative_prompts:
+            sources.append(request.negative_prompts)
+        return [tuple(source[row] for row in rows) for source in sources]
+
+    def _given(self, embeds: np.ndarray | None, rows: list[int]) -> jax.Array | None:
+        return None if embeds is None else self.put(embeds[rows])
+
+    def _encode(self, prompts: Prompts) -> jax.Array:
+        engine = self._engine
+        # Where text states are given, an automatic negative prompt must be as long as they are.
+        length = self._request.text_length
+        for prompt in prompts:
+            if prompt not in self._tokens:
+                self._tokens[prompt] = engine.tokenizer.encode(prompt, length)
+        ids = np.stack([self._tokens[prompt][0] for prompt in prompts])
+        mask = np.stack([self._tokens[prompt][1] for prompt in prompts])
+        encode = engine.ready(engine.programs.encode(length))
+        (states,) = encode(engine.weights.encoder(), engine.put(ids), engine.put(mask))
+        self._progress("encode", 1, 1)
+        return states
+
+
+class References:
+    """Tokens of each reference of a batch of rows, encoded once a request."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine, self._request = engine, request
+        self._tokens: dict[str, jax.Array] = {}
+
+    def grids(self, row: int) -> Grids:
+        """Rows and columns of tokens of each reference of a picture."""
+        multiple = self._engine.programs.arch.vae.pixel_multiple
+        pictures = self._request.references[row] if self._request.references else ()
+        return tuple((p.shape[0] // multiple, p.shape[1] // multiple) for p in pictures)
+
+    def of(self, rows: list[int]) -> tuple[jax.Array, ...]:
+        """(B, Nk, 4C) float32 of each reference, in order; the rows' grids must be the same."""
+        grids = self.grids(rows[0])
+        pictures = [self._request.references[row] for row in rows] if grids else []
+        return tuple(
+            self._encode([images[number] for images in pictures], grid)
+            for number, grid in enumerate(grids)
+        )
+
+    def _encode(self, pictures: list[np.ndarray], grid: tuple[int, int]) -> jax.Array:
+        content = hashlib.sha256(b"".join(p.tobytes() for p in pictures)).hexdigest()
+        key = f"{content} {grid}"
+        if key not in self._tokens:
+            engine = self._engine
+            encode = engine.ready(engine.programs.reference(*grid))
+            encoder = engine.weights.painter("vae_encoder").encoder
+            stats = engine.weights.painter("vae").stats
+            (self._tokens[key],) = encode(encoder, stats, engine.put(np.stack(pictures)))
+        return self._tokens[key]
