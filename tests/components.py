@@ -49,20 +49,34 @@ class Components:
         return self._run(lambda p, *a: text_encoder.encode(p, cfg, *a), weights, ids, mask)
 
     def velocity(
-        self, x: np.ndarray, text: np.ndarray, timestep: np.ndarray, image_ids: np.ndarray
+        self,
+        x: np.ndarray,
+        text: np.ndarray,
+        timestep: np.ndarray,
+        image_ids: np.ndarray,
+        cache: Any = None,
     ) -> np.ndarray:
         """One transformer call: x (B, N, C), text (B, T, J), timestep (B,), image_ids (N, 4)."""
         cfg = self.model.transformer
         ids = np.concatenate([sampling.text_ids(text.shape[1]), image_ids])
         rope = sampling.rope_table(cfg, ids)
         return self._run(
-            lambda p, rope, *a: transformer.denoise(p, cfg, *a, rope),
+            lambda p, shared, *a: transformer.denoise(p, cfg, *a, *shared),
             self.weights["transformer"],
             x,
             text,
             timestep,
-            shared=rope,
+            shared=(rope, cache),
         )
+
+    def extract(self, x: np.ndarray, rope: Any) -> Any:
+        """Reference tokens (B, N, C) -> their keys and values in every block, on the device."""
+        cfg, weights = self.model.transformer, self.weights["transformer"]
+        with jax.set_mesh(self.mesh):
+            rows = jax.device_put(x, NamedSharding(self.mesh, P(DATA)))
+            tables = jax.device_put(rope, NamedSharding(self.mesh, P()))
+            extract = jax.jit(lambda p, x, rope: transformer.extract(p, cfg, x, rope))
+            return extract(weights, rows, tables)
 
     def encode(self, image: np.ndarray) -> np.ndarray:
         """(B, 3, Y, X) in [-1, 1] -> mean latents (B, C, y, x)."""
@@ -83,7 +97,14 @@ class Components:
         with jax.set_mesh(self.mesh):
             rows = [jax.device_put(a, NamedSharding(self.mesh, P(DATA))) for a in batched]
             if shared is not None:
-                rows.insert(0, jax.device_put(shared, NamedSharding(self.mesh, P())))
+                everywhere = NamedSharding(self.mesh, P())
+                rows.insert(
+                    0,
+                    jax.tree.map(
+                        lambda a: a if isinstance(a, jax.Array) else jax.device_put(a, everywhere),
+                        shared,
+                    ),
+                )
             lowered = jax.jit(function).lower(params, *rows)
             return np.asarray(lowered.compile(COMPILER_OPTIONS)(params, *rows))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -89,11 +89,13 @@ class Texts:
 
 
 class References:
-    """Tokens of each reference of a batch of rows, encoded once a request."""
+    """What each step gets of the references of a batch of rows: their tokens, encoded once a
+    request, or, of models that are trained for it, keys and values computed once."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
         self._engine, self._request = engine, request
         self._tokens: dict[str, jax.Array] = {}
+        self._cache: tuple[list[str], Any] | None = None
 
     def grids(self, row: int) -> Grids:
         """Rows and columns of tokens of each reference of a picture."""
@@ -101,18 +103,36 @@ class References:
         pictures = self._request.references[row] if self._request.references else ()
         return tuple((p.shape[0] // multiple, p.shape[1] // multiple) for p in pictures)
 
-    def of(self, rows: list[int]) -> tuple[jax.Array, ...]:
-        """(B, Nk, 4C) float32 of each reference, in order; the rows' grids must be the same."""
+    def of(self, rows: list[int]) -> Any:
+        """The argument `images` of `Programs.denoise`; the rows' grids must be the same."""
         grids = self.grids(rows[0])
-        pictures = [self._request.references[row] for row in rows] if grids else []
-        return tuple(
-            self._encode([images[number] for images in pictures], grid)
-            for number, grid in enumerate(grids)
+        keys, tokens = [], []
+        for number, grid in enumerate(grids):
+            pictures = [self._request.references[row][number] for row in rows]
+            keys.append(_key(pictures, grid))
+            tokens.append(self._encode(keys[-1], pictures, grid))
+        if not (self._engine.caches_references and grids):
+            return tuple(tokens)
+        # One cache at a time: it is large, and rows with equal references follow each other.
+        if self._cache is None or self._cache[0] != keys:
+            self._cache = None
+            self._cache = keys, self._extract(grids, tuple(tokens))
+        return self._cache[1]
+
+    def _extract(self, grids: Grids, tokens: tuple[jax.Array, ...]) -> Any:
+        engine = self._engine
+        engine.check_room(
+            f"keys and values of references{grids}", engine.programs.cache_bytes(grids)
+        )
+        extract = engine.ready(engine.programs.extract(grids))
+        rope = tuple(
+            engine.put(table, sharded=False) for table in engine.programs.reference_rope(grids)
+        )
+        return engine.programs.cache_of(
+            extract(engine.weights.painter("transformer"), rope, tokens)
         )
 
-    def _encode(self, pictures: list[np.ndarray], grid: tuple[int, int]) -> jax.Array:
-        content = hashlib.sha256(b"".join(p.tobytes() for p in pictures)).hexdigest()
-        key = f"{content} {grid}"
+    def _encode(self, key: str, pictures: list[np.ndarray], grid: tuple[int, int]) -> jax.Array:
         if key not in self._tokens:
             engine = self._engine
             encode = engine.ready(engine.programs.reference(*grid))
@@ -120,3 +140,8 @@ class References:
             stats = engine.weights.painter("vae").stats
             (self._tokens[key],) = encode(encoder, stats, engine.put(np.stack(pictures)))
         return self._tokens[key]
+
+
+def _key(pictures: list[np.ndarray], grid: tuple[int, int]) -> str:
+    """Of the pictures' content."""
+    return f"{hashlib.sha256(b''.join(p.tobytes() for p in pictures)).hexdigest()} {grid}"

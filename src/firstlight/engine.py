@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from firstlight.models.specs.scheduler import SchedulerConfig
 from firstlight.programs import Grids, Programs
 from firstlight.progress import Progress
 from firstlight.request import Request
-from firstlight.residency import Residency
+from firstlight.residency import Residency, available_bytes
 from firstlight.timeline import Timeline
 from firstlight.tokenizer import Tokenizer
 
@@ -64,7 +65,9 @@ class Engine:
         scheduler: SchedulerConfig,
         tokenizer: Tokenizer,
         weights: Residency,
+        caches_references: bool = False,
     ) -> None:
+        self.caches_references = caches_references
         self.programs = programs
         self.compiler = compiler
         self.scheduler = scheduler
@@ -119,6 +122,19 @@ class Engine:
         states = [to_host(texts.of(batch.rows)[0])[: batch.real] for batch in batches]
         return np.concatenate(states)
 
+    def check_room(self, what: str, nbytes: int) -> None:
+        """Say, before it is taken, what memory is needed over all devices; raises DeviceError if
+        it is not there."""
+        device = self.programs.mesh.devices.flat[0]
+        share = nbytes if device.platform == "cpu" else nbytes // self.programs.mesh.devices.size
+        free = available_bytes(device)
+        self.compiler.timeline.note("reference_cache_bytes", nbytes)
+        if free is not None and share > free:
+            raise DeviceError(
+                f"{what} need {share / 1e9:.2f} GB on each device; {free / 1e9:.2f} GB are free: "
+                "give fewer or smaller references"
+            )
+
     def ready(self, program: Program) -> Executable:
         """The executable of `program`, compiled now if it was not asked for before."""
         return self.compiler.ready(program)
@@ -171,7 +187,13 @@ class _Call:
     def _step(self, grids: Grids) -> Program:
         if grids not in self._steps:
             programs, request = self.engine.programs, self.request
-            program = programs.denoise(*self.size, request.text_length, grids, request.guided)
+            program = programs.denoise(
+                *self.size,
+                request.text_length,
+                grids,
+                guided=request.guided,
+                cached=self.engine.caches_references and bool(grids),
+            )
             self.engine.compiler.submit(program)
             self._steps[grids] = program
         return self._steps[grids]
@@ -199,14 +221,14 @@ class _Call:
         seeds = np.asarray([request.seeds[row] for row in rows], np.uint32)
         return noise(self.engine.put(seeds))[0]
 
-    def denoise(
-        self, batch: _Batch, images: tuple[jax.Array, ...], *, done: int, batches: int
-    ) -> jax.Array:
+    def denoise(self, batch: _Batch, images: Any, *, done: int, batches: int) -> jax.Array:
         engine = self.engine
         text, negative = self.texts.of(batch.rows)
         x = self.starting_latents(batch.rows)
         step = engine.ready(self._step(batch.grids))
-        rope = engine.rope(*self.size, self.request.text_length, batch.grids)
+        # Cached keys are rotated already.
+        grids = () if engine.caches_references else batch.grids
+        rope = engine.rope(*self.size, self.request.text_length, grids)
         weights = engine.weights.painter("transformer")
         total, before = batches * len(self.steps), done * len(self.steps)
         previous = x

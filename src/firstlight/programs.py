@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from firstlight import sampling
 from firstlight.compile import Program
 from firstlight.models import autoencoder, text_encoder, transformer
-from firstlight.models.params import DATA, DType
+from firstlight.models.params import DATA, MODEL, DType
 from firstlight.sharding import abstract_params
 
 Grids = tuple[tuple[int, int], ...]
@@ -87,14 +87,22 @@ class Programs:
         return self._program(f"encode {length}", function, (params, ids, ids))
 
     def denoise(
-        self, height: int, width: int, length: int, references: Grids = (), guided: bool = False
+        self,
+        height: int,
+        width: int,
+        length: int,
+        references: Grids = (),
+        *,
+        guided: bool = False,
+        cached: bool = False,
     ) -> Program:
         """params, x (B, N, 4C) float32, text states, cos and sin of each joint token, the step's
         (timestep, sigma, next sigma, guidance) as float32 (4,), the tokens of each reference
         (B, Nk, 4C), and the text states to steer away from -> x after the step.
 
-        The last one is None unless `guided`; then both passes are made one after the other, with
-        the memory of one (weights are read twice, which costs little beside a picture's tokens).
+        If `cached`, a `ReferenceCache` stands for the references' tokens. The last argument is
+        None unless `guided`; then both passes are made one after the other, with the memory of
+        one (weights are read twice, which costs little beside a picture's tokens).
         """
         cfg, batch = self.arch.transformer, self.batch
         tokens = math.prod(self.grid(height, width))
@@ -103,10 +111,11 @@ class Programs:
             params: Any, x: Array, text: Array, rope: Any, step: Array, images: Any, negative: Any
         ) -> tuple[Array]:
             timestep_B = jnp.broadcast_to(step[0], (batch,), out_sharding=P(DATA))
-            stream = jnp.concatenate([x, *images], axis=1)
+            cache = images if cached else None
+            stream = x if cached else jnp.concatenate([x, *images], axis=1)
 
             def velocity(states: Array) -> Array:
-                made = transformer.denoise(params, cfg, stream, states, timestep_B, rope)
+                made = transformer.denoise(params, cfg, stream, states, timestep_B, rope, cache)
                 return made[:, :tokens]
 
             if negative is None:
@@ -115,13 +124,12 @@ class Programs:
             guided = away + step[3] * (towards - away)
             return (sampling.euler_step(x, guided, step[1], step[2]),)
 
-        counts = [rows * columns for rows, columns in references]
-        table = self._array(
-            (length + tokens + sum(counts), cfg.attention_head_dim // 2), sharded=False
-        )
+        joint = length + tokens + (0 if cached else _tokens(references))
+        table = self._table(joint)
         text = self._array((batch, length, cfg.joint_attention_dim), self.arch.dtype)
+        words = f"{_words(references)}{' cached' * cached}{' guided' * guided}"
         return self._program(
-            f"denoise {width}x{height} {length}{_words(references)}{' guided' if guided else ''}",
+            f"denoise {width}x{height} {length}{words}",
             function,
             (
                 abstract_params(transformer.spec(cfg, self.arch.dtype), self.mesh),
@@ -129,10 +137,63 @@ class Programs:
                 text,
                 (table, table),
                 self._array((4,), sharded=False),
-                tuple(self._array((batch, count, cfg.in_channels)) for count in counts),
+                self._cache(references) if cached else self._reference_tokens(references),
                 text if guided else None,
             ),
         )
+
+    def extract(self, references: Grids) -> Program:
+        """params, cos and sin of each reference token, the tokens of each reference (B, Nk, 4C) ->
+        the leaves of a `ReferenceCache`."""
+        cfg = self.arch.transformer
+
+        def function(params: Any, rope: Any, images: Any) -> tuple[Array, ...]:
+            made = transformer.extract(params, cfg, jnp.concatenate(images, axis=1), rope)
+            return tuple(jax.tree.leaves(made))
+
+        table = self._table(_tokens(references))
+        return self._program(
+            f"extract{_words(references)}",
+            function,
+            (
+                abstract_params(transformer.spec(cfg, self.arch.dtype), self.mesh),
+                (table, table),
+                self._reference_tokens(references),
+            ),
+            outputs=len(jax.tree.leaves(self._cache(references))),
+        )
+
+    def cache_bytes(self, references: Grids) -> int:
+        """Bytes of a `ReferenceCache` over all devices."""
+        leaves = jax.tree.leaves(self._cache(references))
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+    def cache_of(self, leaves: Sequence[Array]) -> transformer.ReferenceCache[Array]:
+        """What `extract` returned, as `denoise` takes it."""
+        return jax.tree.unflatten(jax.tree.structure(self._cache(())), leaves)
+
+    def _cache(self, references: Grids) -> transformer.ReferenceCache[Any]:
+        cfg = self.arch.transformer
+        shape = (self.batch, _tokens(references), cfg.num_attention_heads, cfg.attention_head_dim)
+        sharding = NamedSharding(self.mesh, P(None, DATA, None, MODEL, None))
+
+        def stacked(layers: int) -> transformer.KeysValues[Any]:
+            leaf = jax.ShapeDtypeStruct((layers, *shape), self.arch.dtype, sharding=sharding)
+            return transformer.KeysValues(k=leaf, v=leaf)
+
+        return transformer.ReferenceCache(
+            double=stacked(cfg.num_layers), single=stacked(cfg.num_single_layers)
+        )
+
+    def _reference_tokens(self, references: Grids) -> tuple[jax.ShapeDtypeStruct, ...]:
+        channels = self.arch.transformer.in_channels
+        return tuple(
+            self._array((self.batch, rows * columns, channels)) for rows, columns in references
+        )
+
+    def _table(self, tokens: int) -> jax.ShapeDtypeStruct:
+        half = self.arch.transformer.attention_head_dim // 2
+        return self._array((tokens, half), sharded=False)
 
     def reference(self, rows: int, columns: int) -> Program:
         """encoder params, latent statistics, pictures (B, H, W, 3) uint8 of a grid of tokens ->
@@ -194,6 +255,11 @@ class Programs:
         ids += [sampling.reference_ids(number, *grid) for number, grid in enumerate(references)]
         return sampling.rope_table(self.arch.transformer, np.concatenate(ids))
 
+    def reference_rope(self, references: Grids) -> tuple[np.ndarray, np.ndarray]:
+        """The rotation tables that `extract` takes, float32 on the host."""
+        ids = [sampling.reference_ids(number, *grid) for number, grid in enumerate(references)]
+        return sampling.rope_table(self.arch.transformer, np.concatenate(ids))
+
     def sharding(self, sharded: bool = True) -> NamedSharding:
         """Of arguments that have one row a picture (sharded), or none (the same everywhere)."""
         return NamedSharding(self.mesh, P(DATA) if sharded else P())
@@ -208,6 +274,10 @@ class Programs:
     ) -> Program:
         identity = {"architecture": self.arch.identity, "batch": self.batch}
         return Program(name, function, args, identity, outputs)
+
+
+def _tokens(references: Grids) -> int:
+    return sum(rows * columns for rows, columns in references)
 
 
 def _words(references: Grids) -> str:

@@ -17,6 +17,7 @@ from firstlight.engine import Engine
 from firstlight.errors import ConfigError
 from firstlight.executable_cache import ExecutableCache
 from firstlight.models.params import DATA, MODEL
+from firstlight.models.variants import KV_PIPELINE
 from firstlight.placement import local_boxes, place
 from firstlight.programs import Architecture, Programs
 from firstlight.progress import Progress
@@ -80,6 +81,7 @@ def start(loading: Loading, layout: Layout, progress: Progress) -> tuple[ModelFo
         scheduler=folder.scheduler,
         tokenizer=tokenizer,
         weights=weights,
+        caches_references=folder.class_name == KV_PIPELINE,
     )
     return folder, engine
 

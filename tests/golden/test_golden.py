@@ -174,6 +174,24 @@ def test_t2_transformer_with_reference_tokens(tiny):
     check(out, -319.386, 465.097, first)
 
 
+def test_t3_and_t4_cached_references(tiny):
+    """The reference computes keys and values together with the first step, and that step's
+    velocity; ours come first, and every step is one that uses them."""
+    rope = sampling.rope_table(tiny.model.transformer, sampling.reference_ids(0, 2, 3))
+    cache = tiny.extract(hashfill.tensor(2, (1, 6, 4)), rope)
+    first = [-1.53561, -0.16066, -0.01989, -1.20718, 0.80621, -1.09208]
+    check(np.asarray(cache.double.k[0, 0]), -6.84733, 157.771, first)
+    first = [4.17193, 2.74316, 1.76463, 1.19598, 5.22693, -5.00179]
+    check(np.asarray(cache.single.v[0, 0]), 450.751, 1181.525, first)
+    inputs = hashfill.tensor(1, (1, 12, 4)), hashfill.tensor(3, (1, 7, 16))
+    out = tiny.velocity(*inputs, np.float32([0.7]), sampling.image_ids(3, 4), cache)
+    first = [-7.36861, -3.36119, 6.82699, -12.11906, -2.40269, 16.40539]
+    check(out, -159.215, 379.218, first)
+    out = tiny.velocity(*inputs, np.float32([0.35]), sampling.image_ids(3, 4), cache)
+    first = [1.08276, -13.19485, -1.08879, 26.25631, 1.10965, -15.52383]
+    check(out, 111.015, 508.130, first)
+
+
 def test_v1_autoencoder_encode(levels):
     out = levels.encode(hashfill.tensor(4, (1, 3, 16, 12)))
     assert out.shape == (1, 4, 8, 6)
@@ -278,6 +296,17 @@ def test_p4_two_references(pipeline):
     latents = pipeline("latent", references=((reference(), reference(64)),))
     first = [1.22611, -10.92557, -0.11593, -8.05471, 1.46977, -10.65852]
     check(latents, -71.8981, 413.860, first)
+
+
+def test_p5_cached_references(pipeline):
+    engine = pipeline.engine
+    engine.caches_references = True
+    try:
+        latents = pipeline("latent", references=((reference(),),))
+    finally:
+        engine.caches_references = False
+    first = [3.54763, -7.16307, 1.98549, -4.81933, 3.76080, -6.84636]
+    check(latents, 28.1914, 321.860, first)
 
 
 def test_p1_latents(pipeline):

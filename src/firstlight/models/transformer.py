@@ -9,6 +9,7 @@ J text state width, S stacked parts. Reference: diffusers Flux2Transformer2DMode
 from __future__ import annotations
 
 import math
+from typing import Generic
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxtyping import Float
 
 from firstlight.models.attention import attention
 from firstlight.models.layers import BY_BATCH, contract, layer_norm, rms_norm, swiglu
-from firstlight.models.params import register_pytrees
+from firstlight.models.params import Leaf, params, register_pytrees
 from firstlight.models.specs.transformer import (
     DoubleBlocks,
     SingleBlocks,
@@ -27,8 +28,26 @@ from firstlight.models.specs.transformer import (
     spec,
 )
 
+
+@params
+class KeysValues(Generic[Leaf]):
+    """Keys (normalised and rotated) and values of some tokens, (B, R, H, K) in each block."""
+
+    k: Leaf
+    v: Leaf
+
+
+@params
+class ReferenceCache(Generic[Leaf]):
+    """Of every double and every single block, stacked as their parameters are."""
+
+    double: KeysValues[Leaf]
+    single: KeysValues[Leaf]
+
+
 register_pytrees()
 
+Seen = KeysValues[Array] | None
 Rope = tuple[Float[Array, "L M"], Float[Array, "L M"]]
 
 
@@ -39,37 +58,92 @@ def denoise(
     text_BTJ: Float[Array, "B T J"],
     timestep_B: Float[Array, " B"],
     rope: Rope,
+    cache: ReferenceCache[Array] | None = None,
 ) -> Float[Array, "B N C"]:
     """Predict the velocity of each image token, in float32.
 
     `timestep_B` is in [0, 1] (0 is a clean image). `rope` holds cos and sin of every joint token,
     text first (`sampling.rope_table`). Text tokens are all attended to, pads included, as the
-    reference does.
+    reference does. `cache` (`extract`) has the keys and values of references, which every token
+    then sees as well.
     """
     dtype, T = params.img_in.dtype, text_BTJ.shape[1]
-    # Each rotation is shared by two neighbouring head dimensions.
-    cos, sin = (jnp.repeat(table, 2, axis=-1) for table in rope)
-    rope = (cos, sin)
-    temb = jax.nn.silu(_time_embedding(params, cfg, timestep_B)).astype(dtype)
-    mod_img = contract("BE,SDE->SBD", temb, params.mod_img)[:, :, None]
-    mod_txt = contract("BE,SDE->SBD", temb, params.mod_txt)[:, :, None]
-    mod_single = contract("BE,SDE->SBD", temb, params.mod_single)[:, :, None]
+    rope = _widened(rope)
+    temb = _activated(params, cfg, timestep_B)
+    mod_img, mod_single = _modulation(temb, params.mod_img), _modulation(temb, params.mod_single)
+    mod_txt = _modulation(temb, params.mod_txt)
 
     x = contract("BNC,DC->BND", x_BNC.astype(dtype), params.img_in).astype(dtype)
     c = contract("BTJ,DJ->BTD", text_BTJ.astype(dtype), params.txt_in).astype(dtype)
 
-    def double(carry: tuple[Array, Array], block: DoubleBlocks[Array]):
-        return _double_block(block, cfg, carry, (mod_img, mod_txt), rope), None
+    def double(carry: tuple[Array, Array], scanned: tuple[DoubleBlocks[Array], Seen]):
+        return _double_block(scanned[0], cfg, carry, (mod_img, mod_txt), rope, scanned[1]), None
 
-    def single(h: Array, block: SingleBlocks[Array]):
-        return _single_block(block, cfg, h, mod_single, rope), None
+    def single(h: Array, scanned: tuple[SingleBlocks[Array], Seen]):
+        return _single_block(scanned[0], cfg, h, mod_single, rope, (T, scanned[1])), None
 
-    (x, c), _ = lax.scan(double, (x, c), params.double)
-    h, _ = lax.scan(single, jnp.concatenate([c, x], axis=1), params.single)
+    seen = (None, None) if cache is None else (cache.double, cache.single)
+    (x, c), _ = lax.scan(double, (x, c), (params.double, seen[0]))
+    h, _ = lax.scan(single, jnp.concatenate([c, x], axis=1), (params.single, seen[1]))
 
-    scale, shift = contract("BE,SDE->SBD", temb, params.mod_out)[:, :, None]
+    scale, shift = _modulation(temb, params.mod_out)
     h = (layer_norm(h[:, T:], cfg.eps) * (1 + scale) + shift).astype(dtype)
     return contract("BND,CD->BNC", h, params.out)
+
+
+def extract(
+    params: Transformer[Array], cfg: TransformerConfig, x_BNC: Float[Array, "B N C"], rope: Rope
+) -> ReferenceCache[Array]:
+    """Keys and values of reference tokens in every block, for models trained to reuse them.
+
+    References see references only, at timestep 0: they depend on nothing else, neither on the text
+    nor on a step. `rope` is of the references' tokens. Reference: diffusers' Flux2KleinKVPipeline.
+    """
+    dtype = params.img_in.dtype
+    rope = _widened(rope)
+    zero_B = jnp.zeros_like(x_BNC[:, 0, 0], dtype=jnp.float32)
+    temb = _activated(params, cfg, zero_B)
+    mod_img, mod_single = _modulation(temb, params.mod_img), _modulation(temb, params.mod_single)
+    x = contract("BNC,DC->BND", x_BNC.astype(dtype), params.img_in).astype(dtype)
+
+    def double(x: Array, block: DoubleBlocks[Array]):
+        q, k, v = _qkv(block.img, cfg, _modulate(x, cfg, mod_img[0], mod_img[1]))
+        k = _rotate(k, rope, dtype)
+        o = attention(_rotate(q, rope, dtype), k, v)
+        return _stream_out(block.img, cfg, x, o, mod_img), KeysValues(k=k, v=v)
+
+    def single(x: Array, block: SingleBlocks[Array]):
+        y = _modulate(x, cfg, mod_single[0], mod_single[1])
+        q, k, v = _qkv(block, cfg, y)
+        k = _rotate(k, rope, dtype)
+        o = attention(_rotate(q, rope, dtype), k, v)
+        return _single_out(block, x, y, o, mod_single[2]), KeysValues(k=k, v=v)
+
+    x, doubles = lax.scan(double, x, params.double)
+    _, singles = lax.scan(single, x, params.single)
+    return ReferenceCache(double=doubles, single=singles)
+
+
+def _widened(rope: Rope) -> Rope:
+    """Each rotation is shared by two neighbouring head dimensions."""
+    cos, sin = (jnp.repeat(table, 2, axis=-1) for table in rope)
+    return cos, sin
+
+
+def _activated(params: Transformer[Array], cfg: TransformerConfig, timestep_B: Array) -> Array:
+    return jax.nn.silu(_time_embedding(params, cfg, timestep_B)).astype(params.img_in.dtype)
+
+
+def _modulation(temb: Array, weights: Array) -> Array:
+    """(parts, B, 1, D) float32: shifts, scales and gates, the same for every token."""
+    return contract("BE,SDE->SBD", temb, weights)[:, :, None]
+
+
+def _with_seen(new: Array, seen: Array | None, T: int) -> Array:
+    """Keys or values of all tokens, those of cached references between text and picture."""
+    if seen is None:
+        return new
+    return jnp.concatenate([new[:, :T], seen, new[:, T:]], axis=1)
 
 
 def _time_embedding(params: Transformer[Array], cfg: TransformerConfig, timestep_B: Array) -> Array:
@@ -88,6 +162,7 @@ def _double_block(
     carry: tuple[Array, Array],
     modulation: tuple[Array, Array],
     rope: Rope,
+    seen: Seen,
 ) -> tuple[Array, Array]:
     """Joint attention over text and image, each with its own weights, then one MLP each."""
     x, c = carry
@@ -97,7 +172,10 @@ def _double_block(
     q_txt, k_txt, v_txt = _qkv(block.txt, cfg, _modulate(c, cfg, mod_txt[0], mod_txt[1]))
     q = _rotate(jnp.concatenate([q_txt, q_img], axis=1), rope, x.dtype)
     k = _rotate(jnp.concatenate([k_txt, k_img], axis=1), rope, x.dtype)
-    o = attention(q, k, jnp.concatenate([v_txt, v_img], axis=1))
+    v = jnp.concatenate([v_txt, v_img], axis=1)
+    if seen is not None:
+        k, v = _with_seen(k, seen.k, T), _with_seen(v, seen.v, T)
+    o = attention(q, k, v)
     x = _stream_out(block.img, cfg, x, o[:, T:], mod_img)
     c = _stream_out(block.txt, cfg, c, o[:, :T], mod_txt)
     return x, c
@@ -113,13 +191,29 @@ def _stream_out(stream: Stream[Array], cfg: TransformerConfig, x: Array, o: Arra
 
 
 def _single_block(
-    block: SingleBlocks[Array], cfg: TransformerConfig, h: Array, mod: Array, rope: Rope
+    block: SingleBlocks[Array],
+    cfg: TransformerConfig,
+    h: Array,
+    mod: Array,
+    rope: Rope,
+    cached: tuple[int, Seen],
 ) -> Array:
-    """Attention and MLP side by side, from one normalised input into one residual."""
+    """Attention and MLP side by side, from one normalised input into one residual.
+
+    `cached` is the number of text tokens, and what is seen between them and the picture's.
+    """
     shift, scale, gate = mod
     y = _modulate(h, cfg, shift, scale)
     q, k, v = _qkv(block, cfg, y)
-    o = attention(_rotate(q, rope, h.dtype), _rotate(k, rope, h.dtype), v)
+    k = _rotate(k, rope, h.dtype)
+    T, seen = cached
+    if seen is not None:
+        k, v = _with_seen(k, seen.k, T), _with_seen(v, seen.v, T)
+    o = attention(_rotate(q, rope, h.dtype), k, v)
+    return _single_out(block, h, y, o, gate)
+
+
+def _single_out(block: SingleBlocks[Array], h: Array, y: Array, o: Array, gate: Array) -> Array:
     hidden = contract("BLD,SFD->BLSF", y, block.gate_up).astype(h.dtype)
     out = contract("BLHK,DHK->BLD", o, block.out_attention, out_sharding=BY_BATCH)
     out += contract("BLF,DF->BLD", swiglu(hidden, h.dtype), block.out_mlp, out_sharding=BY_BATCH)
@@ -150,4 +244,12 @@ def _rotate(x_BLHK: Array, rope: Rope, dtype: jnp.dtype) -> Array:
     return (x_BLHK * cos + partner * sin).astype(dtype)
 
 
-__all__ = ["Transformer", "TransformerConfig", "denoise", "spec"]
+__all__ = [
+    "KeysValues",
+    "ReferenceCache",
+    "Transformer",
+    "TransformerConfig",
+    "denoise",
+    "extract",
+    "spec",
+]
