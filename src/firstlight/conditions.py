@@ -119,6 +119,14 @@ class References:
             self._cache = keys, self._extract(grids, tuple(tokens))
         return self._cache[1]
 
+    def source(self, rows: int) -> jax.Array:
+        """Token rows (B, N, 4C) of the picture that a request starts from, the same for `rows`."""
+        inpaint, multiple = self._request.inpaint, self._engine.programs.arch.vae.pixel_multiple
+        assert inpaint is not None
+        pictures = [inpaint.source] * rows
+        grid = (inpaint.source.shape[0] // multiple, inpaint.source.shape[1] // multiple)
+        return self._encode(_key(pictures, grid), pictures, grid)
+
     def _extract(self, grids: Grids, tokens: tuple[jax.Array, ...]) -> Any:
         engine = self._engine
         engine.check_room(
@@ -135,13 +143,55 @@ class References:
     def _encode(self, key: str, pictures: list[np.ndarray], grid: tuple[int, int]) -> jax.Array:
         if key not in self._tokens:
             engine = self._engine
-            encode = engine.ready(engine.programs.reference(*grid))
+            encode = engine.ready(engine.programs.reference(*grid, str(pictures[0].dtype)))
             encoder = engine.weights.painter("vae_encoder").encoder
             stats = engine.weights.painter("vae").stats
             (self._tokens[key],) = encode(encoder, stats, engine.put(np.stack(pictures)))
         return self._tokens[key]
 
 
+class Kept:
+    """Keeps a batch's latents to the source of a request, wherever its mask says so."""
+
+    def __init__(self, engine: Engine, request: Request, references: References) -> None:
+        self._engine, self._request, self._references = engine, request, references
+        self._batch = engine.programs.batch
+        self._mask: jax.Array | None = None
+        self._noise: jax.Array | None = None
+        inpaint = request.inpaint
+        if inpaint is not None and inpaint.mask is not None:
+            mask = np.broadcast_to(
+                inpaint.mask.reshape(1, -1, 1).astype(np.float32),
+                (self._batch, inpaint.mask.size, 1),
+            )
+            self._mask = engine.put(mask)
+
+    def begin(self, noise: jax.Array, sigma: np.ndarray) -> jax.Array:
+        """The latents of the first step. Given latents are taken as they are, as the reference
+        does."""
+        self._noise = noise
+        self._source = self._references.source(self._batch)
+        if self._request.latents is not None:
+            return noise
+        noised = self._ready("noised")
+        return noised(noise, self._source, self._level(sigma))[0]
+
+    def after_step(self, x: jax.Array, sigma: np.ndarray) -> jax.Array:
+        """What is not to be repainted is the source again, at this noise level."""
+        if self._mask is None:
+            return x
+        return self._ready("keep")(x, self._noise, self._source, self._mask, self._level(sigma))[0]
+
+    def _ready(self, name: str) -> Any:
+        programs = self._engine.programs
+        program = getattr(programs, name)(self._request.height, self._request.width)
+        return self._engine.ready(program)
+
+    def _level(self, sigma: np.ndarray) -> jax.Array:
+        return self._engine.put(np.float32(sigma), sharded=False)
+
+
 def _key(pictures: list[np.ndarray], grid: tuple[int, int]) -> str:
     """Of the pictures' content."""
-    return f"{hashlib.sha256(b''.join(p.tobytes() for p in pictures)).hexdigest()} {grid}"
+    content = b"".join(p.tobytes() for p in pictures)
+    return f"{hashlib.sha256(content).hexdigest()} {pictures[0].dtype} {grid}"

@@ -12,7 +12,7 @@ import numpy as np
 
 from firstlight import sampling
 from firstlight.compile import Compiler, Executable, Program
-from firstlight.conditions import References, Texts
+from firstlight.conditions import Kept, References, Texts
 from firstlight.errors import DeviceError
 from firstlight.models.specs.scheduler import SchedulerConfig
 from firstlight.programs import Grids, Programs
@@ -182,7 +182,8 @@ class _Call:
         self._steps: dict[Grids, Program] = {}
         for row in range(len(request.prompts)):
             self._step(self.references.grids(row))
-        self.times, self.steps = self._schedule()
+        self.times, self.steps, self.sigmas = self._schedule()
+        self.kept = None if request.inpaint is None else Kept(engine, request, self.references)
 
     def _step(self, grids: Grids) -> Program:
         if grids not in self._steps:
@@ -198,19 +199,21 @@ class _Call:
             self._steps[grids] = program
         return self._steps[grids]
 
-    def _schedule(self) -> tuple[np.ndarray, list[jax.Array]]:
-        """Timesteps, and (timestep, sigma, next sigma, guidance) of each step, on the devices
-        before the loop starts."""
+    def _schedule(self) -> tuple[np.ndarray, list[jax.Array], np.ndarray]:
+        """Of each step that is made: its timestep, its (timestep, sigma, next sigma, guidance) on
+        the devices before the loop starts, and the noise levels from its own on."""
         request, programs = self.request, self.engine.programs
         rows, columns = programs.grid(*self.size)
         levels = sampling.sigmas(
             self.engine.scheduler, request.num_inference_steps, rows * columns, request.sigmas
         )
+        if request.inpaint is not None:
+            levels = levels[request.inpaint.first_step(len(levels) - 1) :]
         # The reference scales to training steps and back, in float32; so do we.
         times = levels[:-1] * np.float32(self.engine.scheduler.num_train_timesteps)
         guidance = np.full_like(times, request.guidance_scale)
         steps = np.stack([times / np.float32(1000), levels[:-1], levels[1:], guidance], axis=-1)
-        return times, [self.engine.put(step, sharded=False) for step in steps]
+        return times, [self.engine.put(step, sharded=False) for step in steps], levels
 
     def starting_latents(self, rows: list[int]) -> jax.Array:
         request, programs = self.request, self.engine.programs
@@ -225,6 +228,8 @@ class _Call:
         engine = self.engine
         text, negative = self.texts.of(batch.rows)
         x = self.starting_latents(batch.rows)
+        if self.kept is not None:
+            x = self.kept.begin(x, self.sigmas[0])
         step = engine.ready(self._step(batch.grids))
         # Cached keys are rotated already.
         grids = () if engine.caches_references else batch.grids
@@ -237,6 +242,8 @@ class _Call:
             previous.block_until_ready()
             previous = x
             (x,) = step(weights, x, text, rope, levels, images, negative)
+            if self.kept is not None:
+                x = self.kept.after_step(x, self.sigmas[index + 1])
             if self.on_step is not None:
                 x.block_until_ready()
                 seen = Step(index, float(self.times[index]), batch.rows, x, text)

@@ -16,7 +16,7 @@ from PIL import Image
 from firstlight import environment
 from firstlight.callbacks import StepCallback
 from firstlight.engine import Engine, OnStep, Picture
-from firstlight.errors import ConfigError, FirstlightError, RequestError
+from firstlight.errors import ConfigError, FirstlightError
 from firstlight.progress import Progress, silent
 from firstlight.request import Limits, Request, complete
 from firstlight.start import Layout, limits, start
@@ -24,9 +24,6 @@ from firstlight.timeline import Timeline, by_name
 from firstlight.weights.folder import ModelFolder
 from firstlight.weights.load import STAGING_BYTES
 from firstlight.weights.loading import Loading
-
-UNBUILT = ("image_reference", "mask_image", "padding_mask_crop", "strength")
-"""Arguments of a call that are named already and raise until they do something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +192,12 @@ class Pipeline:
                 a list of lists gives each prompt its own. PIL images, uint8 arrays (H, W, 3), or
                 paths. Larger ones are reduced to one megapixel; sides are cut to multiples. The
                 first one's size is the picture's unless height and width are given.
+            mask_image: repaint `image` (one picture) where this is white, keep it where it is black;
+                the picture is a reference of its own, `image_reference` are further ones.
+            strength: how far the source is taken back into noise, 0 to 1 (0.8 with a mask). Without
+                a mask, all of `image` is changed by that much.
+            padding_mask_crop: work on the masked part with this many pixels around it, enlarged,
+                and paste it back: pixels where the mask is black stay as they are, bit for bit.
             guidance_scale: how strongly the prompt binds (base models; 4.0 by default, 1.0 is one
                 pass per step without guidance). Distilled models ignore it, with a warning.
             negative_prompt: what to steer away from; one text, or one for each prompt.
@@ -227,7 +230,6 @@ class Pipeline:
         Every `Result` holds one picture, and the seconds since the one before it. Arguments are
         checked now, not at the first picture.
         """
-        _refuse_unbuilt({name: arguments.pop(name, None) for name in UNBUILT}, RequestError)
         callback = arguments.pop("callback_on_step_end", None)
         # The tensors a callback asks for mean nothing without the callback.
         names = arguments.pop("callback_on_step_end_tensor_inputs", ("latents",))
@@ -261,7 +263,7 @@ class Pipeline:
             seconds = by_name(timeline.critical_path())
             timeline.restart()
             yield Result(
-                images=_images([picture.array], request.output_type),
+                images=_pasted(_images([picture.array], request.output_type), request),
                 seeds=[picture.seed],
                 prompts=[picture.prompt],
                 metadata=[self._metadata(request, picture)],
@@ -287,6 +289,9 @@ class Pipeline:
             made["negative_prompt"] = request.negative_prompts[picture.index]
         if request.references and request.references[picture.index]:
             made["references"] = [_digest(p) for p in request.references[picture.index]]
+        if request.inpaint is not None:
+            made["strength"] = request.inpaint.strength
+            made["source"] = _digest(request.inpaint.source)
         if request.sigmas is not None:
             made["sigmas"] = list(request.sigmas)
         if request.prompt_embeds is not None:
@@ -316,6 +321,12 @@ class Pipeline:
             "cores": environment.usable_cores(),
             "mesh": f"data={data},model={model}",
         }
+
+
+def _pasted(images: Any, request: Request) -> Any:
+    if request.inpaint is None or request.inpaint.pasting is None:
+        return images
+    return [request.inpaint.pasting(image) for image in images]
 
 
 def _digest(picture: np.ndarray) -> str:

@@ -142,6 +142,33 @@ class Programs:
             ),
         )
 
+    def noised(self, height: int, width: int) -> Program:
+        """noise and token rows of a source (B, N, 4C), and a noise level -> the source that much
+        under noise."""
+        x = self._array(
+            (self.batch, math.prod(self.grid(height, width)), self.arch.transformer.in_channels)
+        )
+        return self._program(
+            f"noised {width}x{height}",
+            lambda noise, source, sigma: (sampling.scale_noise(source, noise, sigma),),
+            (x, x, self._array((), sharded=False)),
+        )
+
+    def keep(self, height: int, width: int) -> Program:
+        """x after a step, noise, token rows of the source, mask (B, N, 1) and the step's next
+        noise level -> x where the mask is 1, the source under noise where it is 0."""
+        tokens = math.prod(self.grid(height, width))
+        x = self._array((self.batch, tokens, self.arch.transformer.in_channels))
+
+        def function(x: Array, noise: Array, source: Array, mask: Array, sigma: Array):
+            known = sampling.scale_noise(source, noise, sigma)
+            return ((1 - mask) * known + mask * x,)
+
+        mask = self._array((self.batch, tokens, 1))
+        return self._program(
+            f"keep {width}x{height}", function, (x, x, x, mask, self._array((), sharded=False))
+        )
+
     def extract(self, references: Grids) -> Program:
         """params, cos and sin of each reference token, the tokens of each reference (B, Nk, 4C) ->
         the leaves of a `ReferenceCache`."""
@@ -195,22 +222,25 @@ class Programs:
         half = self.arch.transformer.attention_head_dim // 2
         return self._array((tokens, half), sharded=False)
 
-    def reference(self, rows: int, columns: int) -> Program:
-        """encoder params, latent statistics, pictures (B, H, W, 3) uint8 of a grid of tokens ->
-        token rows (B, N, 4C) float32, on the transformer's scale."""
+    def reference(self, rows: int, columns: int, dtype: str = "uint8") -> Program:
+        """encoder params, latent statistics, pictures (B, H, W, 3) of a grid of tokens, uint8 or
+        float32 in [0, 1] -> token rows (B, N, 4C) float32, on the transformer's scale."""
         cfg = self.arch.vae
 
         def function(params: Any, stats: Any, pictures: Array) -> tuple[Array]:
-            image = pictures.astype(jnp.float32) / 255.0 * 2.0 - 1.0
+            unit = pictures if dtype == "float32" else pictures.astype(jnp.float32) / 255.0
+            image = unit * 2.0 - 1.0
             cells = sampling.patchify(autoencoder.encode(params, cfg, image))
             cells = sampling.normalise(cells, stats, cfg.batch_norm_eps)
             return (sampling.rows_of(cells),)
 
         params = abstract_params(autoencoder.spec(cfg, self.arch.dtype), self.mesh)
         height, width = rows * cfg.pixel_multiple, columns * cfg.pixel_multiple
-        pictures = self._array((self.batch, height, width, 3), "uint8")
+        pictures = self._array((self.batch, height, width, 3), dtype)
         return self._program(
-            f"reference {width}x{height}", function, (params.encoder, params.stats, pictures)
+            f"reference {width}x{height} {dtype}",
+            function,
+            (params.encoder, params.stats, pictures),
         )
 
     def decode(self, height: int, width: int, output: str) -> Program:

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from firstlight import inpaint
 from firstlight.config import MAX_SEED
 from firstlight.errors import FirstlightWarning, RequestError
+from firstlight.inpaint import Inpaint
 from firstlight.models.variants import Variant
 from firstlight.references import MAX_REFERENCES, per_prompt, prepare
 from firstlight.sampling import check_size
@@ -63,6 +65,7 @@ class Request:
     prompt_embeds: np.ndarray | None = None
     negative_prompt_embeds: np.ndarray | None = None
     references: tuple[tuple[np.ndarray, ...], ...] = ()
+    inpaint: Inpaint | None = None
 
     @property
     def guided(self) -> bool:
@@ -81,6 +84,10 @@ def complete(
     *,
     prompt: Any = None,
     image: Any = None,
+    image_reference: Any = None,
+    mask_image: Any = None,
+    padding_mask_crop: int | None = None,
+    strength: float | None = None,
     height: int | None = None,
     width: int | None = None,
     num_inference_steps: int | None = None,
@@ -94,6 +101,7 @@ def complete(
     sigmas: Any = None,
     max_sequence_length: int | None = None,
     output_type: str = "pil",
+    paste_back: bool = False,
 ) -> Request:
     """Check a call's arguments and fill in the model's defaults. Raises RequestError.
 
@@ -104,8 +112,17 @@ def complete(
     prompts = _prompts(prompt) if embeds is None else _no_prompts(prompt, len(embeds))
     given = len(prompts)
     count = _integer("num_images_per_prompt", num_images_per_prompt, 1, MAX_IMAGES_PER_PROMPT)
-    references = _references(image, given, limits)
-    height, width = _size(height, width, references, limits)
+    source = None
+    if mask_image is None and strength is None:
+        _check_editing(image_reference, padding_mask_crop)
+        references = _references(image, given, limits)
+        height, width = _size(height, width, references, limits)
+    else:
+        source = _source(image, mask_image, padding_mask_crop, strength, limits, paste_back)
+        references = _references(image_reference, given, limits)
+        if source.mask is not None:  # what is around the hole guides what comes into it
+            references = tuple((source.source, *images) for images in references)
+        height, width = _source_size(height, width, source, limits)
     guidance = _guidance(limits.variant, guidance_scale)
     negative = _embeds("negative_prompt_embeds", negative_prompt_embeds, limits)
     _check_negative(negative_prompt, negative, embeds, guidance)
@@ -118,13 +135,16 @@ def complete(
         raise RequestError(f"output_type is {output_type!r}; allowed: {', '.join(OUTPUT_TYPES)}")
     grid = (height // limits.pixel_multiple, width // limits.pixel_multiple)
     pictures = given * count
+    steps = _integer("num_inference_steps", steps, 1, MAX_STEPS)
+    if source is not None:
+        _check_source(source, len(levels) if levels else steps, output_type)
     negatives = _negatives(negative_prompt, given) if guidance > 1 and negative is None else ()
     return Request(
         prompts=_each(prompts, count),
         seeds=_seeds(seed, pictures),
         height=height,
         width=width,
-        num_inference_steps=_integer("num_inference_steps", steps, 1, MAX_STEPS),
+        num_inference_steps=steps,
         guidance_scale=guidance,
         max_sequence_length=_integer("max_sequence_length", length, 1, limits.max_sequence_length),
         output_type=output_type,
@@ -134,6 +154,7 @@ def complete(
         prompt_embeds=None if embeds is None else embeds.repeat(count, axis=0),
         negative_prompt_embeds=None if negative is None else negative.repeat(count, axis=0),
         references=_each(references, count),
+        inpaint=source,
     )
 
 
@@ -226,6 +247,57 @@ def _references(image: Any, prompts: int, limits: Limits) -> tuple[tuple[np.ndar
                 name = f"image {index}" if shared else f"image {index} of prompt {number}"
                 made[id(picture)] = prepare(picture, name, limits.pixel_multiple)
     return tuple(tuple(made[id(picture)] for picture in images) for images in lists)
+
+
+def _check_editing(image_reference: Any, padding_mask_crop: Any) -> None:
+    if image_reference is not None:
+        raise RequestError(
+            "image_reference goes with mask_image or strength; without them references are image"
+        )
+    if padding_mask_crop is not None:
+        raise RequestError("padding_mask_crop needs mask_image")
+
+
+def _source(
+    image: Any,
+    mask_image: Any,
+    padding_mask_crop: Any,
+    strength: Any,
+    limits: Limits,
+    paste_back: bool,
+) -> Inpaint:
+    if image is None or isinstance(image, list | tuple):
+        raise RequestError(
+            f"image is {'missing' if image is None else 'a list'}; mask_image and strength need "
+            "one picture to start from (references are image_reference)"
+        )
+    return inpaint.prepare(
+        image,
+        mask_image,
+        padding_mask_crop,
+        strength,
+        multiple=limits.pixel_multiple,
+        paste_back=paste_back,
+    )
+
+
+def _source_size(
+    height: int | None, width: int | None, source: Inpaint, limits: Limits
+) -> tuple[int, int]:
+    size = source.source.shape[:2]
+    for name, given, own in (("height", height, size[0]), ("width", width, size[1])):
+        if given is not None and given != own:
+            raise RequestError(f"{name} is {given}; the source's is {own}: leave it out")
+    limits.check_size(*size)
+    return size[0], size[1]
+
+
+def _check_source(source: Inpaint, steps: int, output_type: str) -> None:
+    source.first_step(steps)
+    if source.pasting is not None and output_type != "pil":
+        raise RequestError(
+            f"output_type is {output_type!r}; only 'pil' can be pasted back (padding_mask_crop)"
+        )
 
 
 def _size(

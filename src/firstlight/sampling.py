@@ -165,6 +165,11 @@ def euler_step(x: Array, velocity: Array, sigma: Array, sigma_next: Array) -> Ar
     return x + (sigma_next - sigma) * velocity
 
 
+def scale_noise(sample: Array, noise: Array, sigma: Array) -> Array:
+    """A clean sample under noise of level sigma. Reference: the scheduler's scale_noise."""
+    return sigma * noise + (1 - sigma) * sample
+
+
 def to_unit(image: Array) -> Array:
     """Decoded values around [-1, 1] to [0, 1], clipped."""
     return jnp.clip(image * 0.5 + 0.5, 0.0, 1.0)

@@ -21,6 +21,7 @@ from PIL import Image
 from firstlight import references, sampling
 from firstlight.compile import Compiler
 from firstlight.engine import Engine
+from firstlight.inpaint import Inpaint, token_mask
 from firstlight.programs import Programs
 from firstlight.progress import silent
 from firstlight.request import Request
@@ -307,6 +308,18 @@ def test_p5_cached_references(pipeline):
         engine.caches_references = False
     first = [3.54763, -7.16307, 1.98549, -4.81933, 3.76080, -6.84636]
     check(latents, 28.1914, 321.860, first)
+
+
+def test_p6_inpaint(pipeline):
+    count = 3 * 8 * 8
+    source = (hashfill.hashed(count, 1009) + 0.5).reshape(3, 8, 8).transpose(1, 2, 0)
+    source = np.ascontiguousarray(source, np.float32)
+    mask = np.zeros((8, 8), np.uint8)
+    mask[2:6, 3:8] = 255
+    inpaint = Inpaint(source=source, mask=token_mask(mask, 2), strength=0.8)
+    latents = pipeline("latent", inpaint=inpaint, references=((source,),), num_inference_steps=4)
+    first = [0.34958, -0.82729, 0.79081, -0.05724, 0.22807, 1.06296]
+    check(latents, 66.1384, 109.799, first)
 
 
 def test_p1_latents(pipeline):
