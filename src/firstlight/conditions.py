@@ -160,10 +160,8 @@ class Kept:
         self._noise: jax.Array | None = None
         inpaint = request.inpaint
         if inpaint is not None and inpaint.mask is not None:
-            mask = np.broadcast_to(
-                inpaint.mask.reshape(1, -1, 1).astype(np.float32),
-                (self._batch, inpaint.mask.size, 1),
-            )
+            rows = inpaint.mask.astype(np.float32).reshape(1, -1, 1)
+            mask = np.repeat(rows, self._batch, axis=0)
             self._mask = engine.put(mask)
 
     def begin(self, noise: jax.Array, sigma: np.ndarray) -> jax.Array:
@@ -188,7 +186,7 @@ class Kept:
         return self._engine.ready(program)
 
     def _level(self, sigma: np.ndarray) -> jax.Array:
-        return self._engine.put(np.float32(sigma), sharded=False)
+        return self._engine.put(np.asarray(sigma, np.float32), sharded=False)
 
 
 def _key(pictures: list[np.ndarray], grid: tuple[int, int]) -> str:

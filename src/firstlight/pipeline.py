@@ -192,8 +192,8 @@ class Pipeline:
                 a list of lists gives each prompt its own. PIL images, uint8 arrays (H, W, 3), or
                 paths. Larger ones are reduced to one megapixel; sides are cut to multiples. The
                 first one's size is the picture's unless height and width are given.
-            mask_image: repaint `image` (one picture) where this is white, keep it where it is black;
-                the picture is a reference of its own, `image_reference` are further ones.
+            mask_image: repaint `image` (one picture) where this is white, keep it where it is
+                black; the picture is a reference of its own, `image_reference` are further ones.
             strength: how far the source is taken back into noise, 0 to 1 (0.8 with a mask). Without
                 a mask, all of `image` is changed by that much.
             padding_mask_crop: work on the masked part with this many pixels around it, enlarged,
