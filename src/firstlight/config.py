@@ -153,9 +153,12 @@ class EngineConfig(ModelConfig):
     )
 
 
+# What is given without a flag comes first among the fields, so first among the bases' fields.
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateConfig(Settings):
-    """What is drawn, and where it is saved."""
+class _Prompts(Settings):
+    """What is drawn."""
 
     prompt: tuple[str, ...] = setting(
         (), PROMPTS, "What to draw. Several prompts are drawn as one batch.", keyword=False
@@ -166,6 +169,24 @@ class GenerateConfig(Settings):
         "Read prompts from this text file, one a line. Blank lines and lines that begin with # "
         "are skipped. Not together with prompts.",
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Inputs(Settings):
+    """What is edited."""
+
+    inputs: tuple[str, ...] = setting(
+        (),
+        PROMPTS,
+        "One or more pictures, in order, and what to do with them: the last one is the text.",
+        keyword=False,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PictureConfig(Settings):
+    """What every picture is drawn with, and where it is saved."""
+
     output: str = setting(
         DEFAULT_NAME,
         TEXT,
@@ -186,6 +207,9 @@ class GenerateConfig(Settings):
     guidance: float | None = setting(
         None, NUMBER, "How strongly the prompt binds; models that are distilled ignore it."
     )
+    negative_prompt: str | None = setting(
+        None, TEXT, "What to steer away from; needs a base model (guidance above 1)."
+    )
     seed: int | None = setting(
         None,
         whole_number(0, MAX_SEED),
@@ -200,6 +224,39 @@ class GenerateConfig(Settings):
     )
     profile: Path | None = setting(  # noqa: RUF009
         None, PATH, "Write a JAX profiler trace of the drawing (not the loading) to this folder."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateConfig(PictureConfig, _Prompts):
+    """What is drawn, how, and where it is saved."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EditConfig(PictureConfig, _Inputs):
+    """What is edited, how, and where it is saved."""
+
+    mask: Path | None = setting(  # noqa: RUF009
+        None,
+        PATH,
+        "Repaint the (only) picture where this one is white and keep it where it is black.",
+    )
+    strength: float | None = setting(
+        None,
+        NUMBER,
+        "How far the picture is taken back into noise, 0 to 1: with a mask 0.8, else not at all "
+        "(it is a reference).",
+    )
+    padding_mask_crop: int | None = setting(
+        None,
+        whole_number(0),
+        "Work on the masked part with this many pixels around it, enlarged, and paste it back.",
+    )
+    reference: tuple[str, ...] = setting(
+        (), PROMPTS, "Further pictures to go by, with --mask or --strength."
+    )
+    paste_back: bool = setting(
+        True, FLAG, "Keep pixels bit for bit where the mask is black, at sharp edges."
     )
 
 
@@ -220,7 +277,7 @@ class ReportConfig(Settings):
             raise ConfigError("quiet and verbose exclude each other; give one of them")
 
 
-CONFIGS = (EngineConfig, GenerateConfig, ReportConfig)
+CONFIGS = (EngineConfig, GenerateConfig, EditConfig, ReportConfig)
 
 OTHER_VARIABLES = {
     "FIRSTLIGHT_EXECUTABLE_CACHE_BYTES": "The most that the folder of compiled programs may hold; "

@@ -27,14 +27,20 @@ ON_DEMAND = ("vae_encoder",)
 class Residency:
     """Parameter trees by component, read again when they are asked for and not there."""
 
-    def __init__(self, policy: Policy, load: Callable[[tuple[str, ...]], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        load: Callable[[tuple[str, ...]], dict[str, Any]],
+        first: tuple[str, ...] = (*ENCODER, *PAINTERS),
+    ) -> None:
+        self._first = first
         self.policy: Policy = policy
         self.trees: dict[str, Any] = {}
         self._load = load
 
     def prepare(self) -> None:
         """Load what the first request needs first, and all else that may stay beside it."""
-        self.need(ENCODER if self.policy == "swap" else (*ENCODER, *PAINTERS))
+        self.need(ENCODER if self.policy == "swap" else self._first)
 
     def need(self, names: tuple[str, ...]) -> None:
         """Make these components be there."""
@@ -73,7 +79,8 @@ def choose_policy(
     """
     if offload not in (None, *ENCODER):
         raise ConfigError(f"offload is {offload!r}; 'text_encoder' or nothing is allowed")
-    encoder, painters = (sum(needs[name] for name in names) for names in (ENCODER, PAINTERS))
+    encoder = sum(needs[name] for name in ENCODER)
+    painters = sum(size for name, size in needs.items() if name not in ENCODER)
     if available is None or encoder + painters <= available:
         return "offload" if offload else "all"
     if max(encoder, painters) > available:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from firstlight.models.variants import KV_PIPELINE
 from firstlight.placement import local_boxes, place
 from firstlight.programs import Architecture, Programs
 from firstlight.progress import Progress
-from firstlight.request import Limits
+from firstlight.request import Limits, Request
 from firstlight.residency import Residency
 from firstlight.sharding import make_mesh, param_shardings, parse_mesh
 from firstlight.tokenizer import Tokenizer
@@ -40,6 +40,8 @@ class Layout:
     sizes: Sequence[tuple[int, int]] | None = None
     executable_cache: bool | str | Path | None = True
     offload: str | None = None
+    request: Callable[[Limits], Request] | None = None
+    """The first request, if it is known: its programs are compiled instead of those of `sizes`."""
 
 
 def start(loading: Loading, layout: Layout, progress: Progress) -> tuple[ModelFolder, Engine]:
@@ -59,7 +61,7 @@ def start(loading: Loading, layout: Layout, progress: Progress) -> tuple[ModelFo
         compiler = Compiler(mesh, cache, timeline=timeline)
         programs = Programs(architecture(folder), mesh, mesh.shape[DATA] * count)
         with timeline.span("submit programs"):
-            wanted = wanted_programs(folder, programs, layout.sizes)
+            wanted = _wanted(folder, programs, layout)
             for program in wanted:
                 compiler.submit(program)
         progress("compile", 0, len(wanted))
@@ -81,7 +83,7 @@ def start(loading: Loading, layout: Layout, progress: Progress) -> tuple[ModelFo
         scheduler=folder.scheduler,
         tokenizer=tokenizer,
         weights=weights,
-        caches_references=folder.class_name == KV_PIPELINE,
+        caches_references=caches_references(folder),
     )
     return folder, engine
 
@@ -115,6 +117,17 @@ def limits(folder: ModelFolder) -> Limits:
     )
 
 
+def _wanted(folder: ModelFolder, programs: Programs, layout: Layout) -> list[Program]:
+    if layout.request is None:
+        return wanted_programs(folder, programs, layout.sizes)
+    return programs.of_request(layout.request(limits(folder)), caches=caches_references(folder))
+
+
+def caches_references(folder: ModelFolder) -> bool:
+    """Whether the model is trained to see references once and not at every step."""
+    return folder.class_name == KV_PIPELINE
+
+
 def wanted_programs(
     folder: ModelFolder, programs: Programs, sizes: Sequence[tuple[int, int]] | None
 ) -> list[Program]:
@@ -131,7 +144,7 @@ def _residency(
     loading: Loading, folder: ModelFolder, compiler: Compiler, offload: str | None
 ) -> Residency:
     mesh, timeline = compiler.mesh, loading.timeline
-    specs = needed_specs(folder)
+    specs = needed_specs(folder, loading.components)
     needs = residency.bytes_per_device(specs, mesh)
     device = mesh.devices.flat[0]
     available = residency.available_bytes(device)
@@ -158,7 +171,7 @@ def _residency(
 
     if policy == "swap" or not alone:
         loading.close()
-    return Residency(policy, load)
+    return Residency(policy, load, loading.components)
 
 
 def _mesh(mesh: str | Mesh | None) -> Mesh:

@@ -13,7 +13,7 @@ from cyclopts.exceptions import CycloptsError, UnknownCommandError, UnusedCliTok
 
 from firstlight.cli.display import one_line, show_warnings, tell
 from firstlight.cli.sources import apply_sources, split_environment, warn_of_unknown_variables
-from firstlight.config import EngineConfig, GenerateConfig, ModelConfig, ReportConfig
+from firstlight.config import EditConfig, EngineConfig, GenerateConfig, ModelConfig, ReportConfig
 from firstlight.errors import CheckpointError, ConfigError, FirstlightError
 
 _MOST_PROBLEMS = 20
@@ -23,6 +23,7 @@ _FILES = Group("Settings from files", sort_key=3)
 
 GenerateArgs = Annotated[GenerateConfig, Parameter(name="*", group=Group("Picture", sort_key=1))]
 ModelArgs = Annotated[ModelConfig, Parameter(name="*", group=_MODEL)]
+EditArgs = Annotated[EditConfig, Parameter(name="*", group=Group("Picture", sort_key=1))]
 EngineArgs = Annotated[EngineConfig, Parameter(name="*", group=_MODEL)]
 ReportArgs = Annotated[ReportConfig, Parameter(name="*", group=Group("Report", sort_key=4))]
 
@@ -57,6 +58,29 @@ def generate(
     from firstlight.cli.generate import run_generate
 
     run_generate(engine, picture, report, like)
+
+
+def edit(
+    edit: EditArgs = EditConfig(),  # noqa: B008 (frozen)
+    *,
+    config: Annotated[
+        Path | None,
+        Parameter(
+            group=_FILES,
+            help="Read settings from this YAML file; its keys are the names of the flags.",
+        ),
+    ] = None,
+    engine: EngineArgs = EngineConfig(),  # noqa: B008 (frozen)
+    report: ReportArgs = ReportConfig(),  # noqa: B008 (frozen)
+) -> None:
+    """Edit pictures as a text says: `firstlight edit cat.png "make the background green"`.
+
+    The result has the first picture's size unless --width and --height are given. With --mask only
+    a part is repainted.
+    """
+    from firstlight.cli.edit import run_edit
+
+    run_edit(engine, edit, report)
 
 
 def info(
@@ -144,7 +168,7 @@ def build_app() -> App:
             negative_iterable=(), env_var_split=split_environment, show_default=_shown_default
         ),
     )
-    for function in (generate, info, cache):
+    for function in (generate, edit, info, cache):
         app.command(_command(function.__name__, function))
     bench = App(name="bench", help="Measure starts on this machine.", version_flags=())
     bench.command(_command("cold", bench_cold))

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from firstlight.config import EngineConfig, GenerateConfig
+from firstlight.config import EngineConfig, PictureConfig
 from firstlight.errors import FirstlightWarning, RequestError
 from firstlight.image import read_metadata
 
@@ -51,7 +51,7 @@ def settings_of(path: str, *, other_model: bool) -> dict[str, Any]:
 
 
 def warn_of_differences(
-    path: str, made: Mapping[str, Any], engine: EngineConfig, picture: GenerateConfig
+    path: str, made: Mapping[str, Any], engine: EngineConfig, picture: PictureConfig
 ) -> None:
     """Warn once, naming everything that differs from the picture but was not asked to differ."""
     stored = read_metadata(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firstlight.cli.names import Naming
-from firstlight.config import GenerateConfig
+from firstlight.config import PictureConfig
 from firstlight.image import save_image
 from firstlight.timeline import Timeline
 
@@ -39,7 +39,7 @@ class Saver:
     what is pending also when its body fails."""
 
     def __init__(
-        self, names: Naming, picture: GenerateConfig, timeline: Timeline, total: int, progress: Any
+        self, names: Naming, picture: PictureConfig, timeline: Timeline, total: int, progress: Any
     ) -> None:
         self.made = Made()
         self._names, self._picture, self._timeline = names, picture, timeline

@@ -48,13 +48,18 @@ class Loading:
         offline: bool = False,
         cache_dir: str | Path | None = None,
         is_distilled: bool | None = None,
+        components: tuple[str, ...] = NEEDED,
         staging_bytes: int = STAGING_BYTES,
         read_threads: int | None = None,
         progress: Progress = silent,
         timeline: Timeline | None = None,
     ) -> None:
-        """Raises ConfigError for an unknown dtype; all other errors come from `folder()`."""
+        """`components` are names of `COMPONENTS`, in the order of reading.
+
+        Raises ConfigError for an unknown dtype; all other errors come from `folder()`.
+        """
         as_dtype(dtype)  # before anything is downloaded
+        self.components = components
         self.timeline = timeline or Timeline.from_now()
         self._progress = progress
         self._staging = staging_bytes
@@ -120,7 +125,7 @@ class Loading:
             self._reading.set_result(reading)
 
     def _begin(self, folder: ModelFolder) -> Reading:
-        plan = needed(folder)
+        plan = needed(folder, self.components)
         self._progress("load", 0, plan.nbytes)
         counter = Counter(lambda count: self._progress("load", count, plan.nbytes))
         return Reading(
