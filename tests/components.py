@@ -6,6 +6,7 @@ Arrays have the reference's layout: pictures and latents (B, C, Y, X), token row
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,14 @@ class Components:
             tables = jax.device_put(rope, NamedSharding(self.mesh, P()))
             extract = jax.jit(lambda p, x, rope: transformer.extract(p, cfg, x, rope))
             return extract(weights, rows, tables)
+
+    def tiled(self, direction: str, x: np.ndarray, tile: int) -> np.ndarray:
+        """`encode` or `decode` in tiles of `tile` pixels."""
+        cfg = dataclasses.replace(self.model.vae, sample_size=tile)
+        weights = getattr(self.weights["vae"], f"{direction}r")
+        function = getattr(autoencoder, f"{direction}_tiled")
+        rows = self._run(lambda p, x: function(p, cfg, x), weights, _last(x))
+        return rows.transpose(0, 3, 1, 2)
 
     def encode(self, image: np.ndarray) -> np.ndarray:
         """(B, 3, Y, X) in [-1, 1] -> mean latents (B, C, y, x)."""

@@ -8,8 +8,10 @@ import pytest
 from firstlight.config import (
     CONFIGS,
     MAX_SEED,
+    EditConfig,
     EngineConfig,
     GenerateConfig,
+    PictureConfig,
     ReportConfig,
     check_keys,
 )
@@ -43,12 +45,21 @@ GENERATE = [
     ("guidance", -1.0, "at least 0"),
     ("guidance", float("nan"), "finite"),
     ("guidance", float("inf"), "finite"),
+    ("negative_prompt", " ", "not blank"),
     ("seed", -1, "at least 0"),
     ("seed", MAX_SEED + 1, str(MAX_SEED)),
     ("num_images", 0, "at least 1"),
     ("max_sequence_length", 0, "at least 1"),
     ("repeat", 0, "at least 1"),
     ("profile", "", "a path"),
+]
+EDIT = [
+    ("inputs", "cat.png", "a list of prompts"),
+    ("mask", "", "a path"),
+    ("strength", -0.5, "at least 0"),
+    ("padding_mask_crop", -1, "at least 0"),
+    ("reference", ("",), "none of them blank"),
+    ("paste_back", 1, "true or false"),
 ]
 REPORT = [(name, "on", "true or false") for name in ("json", "quiet", "verbose", "debug")]
 
@@ -57,6 +68,7 @@ REPORT = [(name, "on", "true or false") for name in ("json", "quiet", "verbose",
     ("config", "field", "value", "allowed"),
     [(EngineConfig, *case) for case in ENGINE]
     + [(GenerateConfig, *case) for case in GENERATE]
+    + [(EditConfig, *case) for case in EDIT]
     + [(ReportConfig, *case) for case in REPORT],
 )
 def test_a_value_that_is_not_allowed_is_refused_by_name(config, field, value, allowed):
@@ -70,6 +82,8 @@ def test_a_value_that_is_not_allowed_is_refused_by_name(config, field, value, al
 def test_every_setting_is_refused_something_above():
     tested = {(EngineConfig, name) for name, *_ in ENGINE}
     tested |= {(GenerateConfig, name) for name, *_ in GENERATE}
+    shared = {field.name for field in dataclasses.fields(PictureConfig)}
+    tested |= {(EditConfig, name) for name in shared} | {(EditConfig, name) for name, *_ in EDIT}
     tested |= {(ReportConfig, name) for name, *_ in REPORT}
     assert tested == {(c, field.name) for c in CONFIGS for field in dataclasses.fields(c)}
 
@@ -92,8 +106,10 @@ def test_objects_are_frozen_and_refuse_unknown_names(config):
 
 
 def test_names_are_unique_since_flags_of_all_classes_meet_on_one_command_line():
-    names = [field.name for config in CONFIGS for field in dataclasses.fields(config)]
-    assert sorted(names) == sorted(set(names))
+    for picture in (GenerateConfig, EditConfig):
+        met = (EngineConfig, picture, ReportConfig)
+        names = [field.name for config in met for field in dataclasses.fields(config)]
+        assert sorted(names) == sorted(set(names))
 
 
 def test_quiet_and_verbose_exclude_each_other():

@@ -159,30 +159,12 @@ class TestRequests:
         with pytest.raises(RequestError, match=message):
             quick(**{"prompt": PROMPT, **arguments})
 
-    @pytest.mark.parametrize(
-        "name",
-        [
-            "image", "image_reference", "mask_image", "padding_mask_crop", "strength",
-            "negative_prompt", "prompt_embeds", "negative_prompt_embeds", "sigmas",
-            "callback_on_step_end",
-        ],
-    )  # fmt: skip
-    def test_unbuilt_arguments_raise(self, quick: Pipeline, name: str) -> None:
-        with pytest.raises(RequestError, match=f"{name} is not supported yet"):
-            quick(PROMPT, **{name: object()})
-
     def test_distilled_ignores_guidance_with_one_warning(self, quick: Pipeline) -> None:
         with pytest.warns(FirstlightWarning, match="guidance_scale 4.0 is ignored") as caught:
             guided = quick(PROMPT, seed=1, guidance_scale=4.0, num_inference_steps=1)
         assert len(caught) == 1
         assert guided.metadata[0]["guidance_scale"] == 1.0
         assert pixels(guided) == pixels(quick(PROMPT, seed=1, num_inference_steps=1))
-
-    def test_base_model_is_not_run_unguided_by_accident(self) -> None:
-        pipe = Pipeline.from_pretrained("demo", is_distilled=False)
-        with pytest.raises(RequestError, match=r"guidance_scale is 4\.0"):
-            pipe(PROMPT)
-        assert len(pipe(PROMPT, guidance_scale=1.0, num_inference_steps=1).images) == 1
 
     def test_cut_prompt_warns(self, quick: Pipeline) -> None:
         with pytest.warns(FirstlightWarning, match="are lost"):

@@ -129,9 +129,7 @@ class References:
 
     def _extract(self, grids: Grids, tokens: tuple[jax.Array, ...]) -> Any:
         engine = self._engine
-        engine.check_room(
-            f"keys and values of references{grids}", engine.programs.cache_bytes(grids)
-        )
+        engine.check_room("keys and values of references", engine.programs.cache_bytes(grids))
         extract = engine.ready(engine.programs.extract(grids))
         rope = tuple(
             engine.put(table, sharded=False) for table in engine.programs.reference_rope(grids)

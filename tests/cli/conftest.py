@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fake_pipeline import FakePipeline
 
-from firstlight.cli import generate
+from firstlight.cli import drawing
 from firstlight.cli.app import run
 
 
@@ -72,5 +72,5 @@ def command(monkeypatch, tmp_path, capsys):
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     command = Command(capsys)
-    monkeypatch.setattr(generate, "_open_pipeline", command.open)
+    monkeypatch.setattr(drawing, "_open_pipeline", command.open)
     return command

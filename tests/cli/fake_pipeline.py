@@ -26,7 +26,7 @@ ENVIRONMENT = {
 class FakePipeline:
     """Pictures are drawn from a hash of everything that should decide about them."""
 
-    def __init__(self, engine, picture, display, timeline, *, environment=ENVIRONMENT, seconds=0.0):
+    def __init__(self, engine, job, display, timeline, *, environment=ENVIRONMENT, seconds=0.0):
         with timeline.span("imports"):
             pass
         self.engine = engine
@@ -88,8 +88,8 @@ class FakePipeline:
 
 
 if __name__ == "__main__":
-    from firstlight.cli import generate, main
+    from firstlight.cli import drawing, main
 
     seconds = float(os.environ.get("FAKE_SECONDS_PER_STEP", "0"))
-    generate._open_pipeline = lambda *args: FakePipeline(*args, seconds=seconds)
+    drawing._open_pipeline = lambda *args: FakePipeline(*args, seconds=seconds)
     main()

@@ -28,6 +28,7 @@ def test_defaults_are_left_to_the_model(command):
         "width": None,
         "num_inference_steps": None,
         "guidance_scale": None,
+        "negative_prompt": None,
         "num_images_per_prompt": 1,
         "max_sequence_length": None,
         "seed": None,
@@ -44,6 +45,7 @@ def test_flags_reach_the_pipeline(command):
         "width": 64,
         "num_inference_steps": 3,
         "guidance_scale": 2.5,
+        "negative_prompt": None,
         "num_images_per_prompt": 2,
         "max_sequence_length": 20,
         "seed": 9,
@@ -189,20 +191,12 @@ def test_quiet_ordinary_and_verbose_tell_more_and_more(command):
     assert "critical path:" in lines["--verbose"]
 
 
-@pytest.mark.parametrize(
-    ("given", "sizes"),
-    [
-        ({}, None),
-        ({"width": 64, "height": 80}, [(80, 64)]),
-        ({"width": 64}, []),
-        ({"height": 80}, []),
-    ],
-)
-def test_the_pipeline_is_opened_with_the_engine_settings_and_the_size(monkeypatch, given, sizes):
+@pytest.mark.parametrize("edits", [False, True])
+def test_the_pipeline_is_opened_with_the_engine_settings_and_the_request(monkeypatch, edits):
     # The seam itself, against a stand-in for the module that imports jax.
     from types import ModuleType, SimpleNamespace
 
-    from firstlight.cli import generate
+    from firstlight.cli import drawing
     from firstlight.config import EngineConfig, GenerateConfig
     from firstlight.timeline import Timeline
     from firstlight.weights import loading
@@ -229,10 +223,17 @@ def test_the_pipeline_is_opened_with_the_engine_settings_and_the_size(monkeypatc
         monkeypatch.setitem(sys.modules, name, module)
     display = SimpleNamespace(advance=print)
     engine = EngineConfig(model="m", dtype="float32", is_distilled=False, images_per_device=2)
+    job = drawing.Job(GenerateConfig(), ["a fox"], {"image": ["x.png"]} if edits else {})
     timeline = Timeline.from_now()
-    generate._open_pipeline(engine, GenerateConfig(**given), display, timeline)
+    drawing._open_pipeline(engine, job, display, timeline)
     assert [span.name for span in timeline.spans] == ["imports"]
-    assert opened == {**vars(engine), "sizes": sizes, "progress": print, "timeline": timeline}
+    assert opened == {
+        **vars(engine),
+        "request": job.request,
+        "components": (*loading.NEEDED, "vae_encoder") if edits else loading.NEEDED,
+        "progress": print,
+        "timeline": timeline,
+    }
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])

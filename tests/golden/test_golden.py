@@ -207,6 +207,25 @@ def test_v2_autoencoder_decode(levels):
     check(out, 20.5210, 389.932, first)
 
 
+def test_v3_tiled_decode(levels):
+    out = levels.tiled("decode", hashfill.tensor(5, (1, 4, 8, 6)), 8)
+    assert out.shape == (1, 3, 16, 12)
+    first = [-0.14129, -0.29973, -0.51933, 0.19289, -1.35708, -0.03138]
+    check(out, -10.6607, 333.493, first)
+
+
+def test_v4_tiled_encode(levels):
+    out = levels.tiled("encode", hashfill.tensor(4, (1, 3, 16, 12)), 8)
+    assert out.shape == (1, 4, 8, 6)
+    first = [-0.68216, -2.02847, -1.32443, -1.33745, 0.35681, -0.00233]
+    check(out, -42.1925, 204.812, first)
+
+
+def test_what_fits_one_tile_is_not_tiled(levels):
+    latents = hashfill.tensor(5, (1, 4, 8, 6))
+    np.testing.assert_array_equal(levels.tiled("decode", latents, 16), levels.decode(latents))
+
+
 def test_q1_text_encoder(levels):
     ids = ((7 * np.arange(10) + 3) % 64).astype(np.int32)[None]
     mask = np.array([[1] * 6 + [0] * 4], np.int32)

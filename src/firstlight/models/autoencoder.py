@@ -7,9 +7,11 @@ Reference: diffusers AutoencoderKLFlux2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float
 
 from firstlight.models.attention import attention
@@ -68,6 +70,77 @@ def decode(
     return conv(_activate(h, params.norm_out, groups), params.conv_out)
 
 
+def decode_tiled(
+    params: Decoder[Array], cfg: AutoencoderConfig, latents_BYXC: Float[Array, "B y x C"]
+) -> Float[Array, "B Y X 3"]:
+    """`decode` in overlapping tiles of `sample_size` pixels, blended: the memory of one tile.
+
+    Norms and attention see their tile only, so this is another picture than the untiled one; the
+    same as the reference's with tiling on. Latents within one tile are not tiled.
+    """
+    side = cfg.sample_size // cfg.scale_factor
+    blend = int(cfg.sample_size * TILE_OVERLAP)
+    return _tiled(lambda z: decode(params, cfg, z), latents_BYXC, side, blend, cfg.sample_size)
+
+
+def encode_tiled(
+    params: Encoder[Array], cfg: AutoencoderConfig, image_BYXC: Float[Array, "B Y X 3"]
+) -> Float[Array, "B y x C"]:
+    """`encode` in overlapping tiles, see `decode_tiled`."""
+    side = cfg.sample_size // cfg.scale_factor
+    blend = int(side * TILE_OVERLAP)
+    return _tiled(lambda x: encode(params, cfg, x), image_BYXC, cfg.sample_size, blend, side)
+
+
+TILE_OVERLAP = 0.25
+"""Part of a tile that it shares with the next one."""
+
+
+def _tiled(
+    function: Callable[[Array], Array], x_BYXC: Array, side: int, blend: int, made: int
+) -> Array:
+    """Apply `function` to tiles of `side` rows and columns, which become `made` of them, and put
+    the results together, `blend` rows and columns fading into each other."""
+    _, Y, X, _ = x_BYXC.shape
+    if side >= Y and side >= X:
+        return function(x_BYXC)
+    step = int(side * (1 - TILE_OVERLAP))
+    places = [(y, x) for y in range(0, Y, step) for x in range(0, X, step)]
+    tiles = {(y, x): x_BYXC[:, y : y + side, x : x + side] for y, x in places}
+    done: dict[tuple[int, int], Array] = {}
+    for shape in dict.fromkeys(tile.shape for tile in tiles.values()):
+        alike = [place for place, tile in tiles.items() if tile.shape == shape]
+        # One after the other: only one tile's memory is needed at a time.
+        results = lax.map(function, jnp.stack([tiles[place] for place in alike]))
+        done.update(zip(alike, results, strict=True))
+    rows = []
+    keep = made - blend
+    for y in range(0, Y, step):
+        for x in range(0, X, step):
+            tile = done[y, x]
+            # Neighbours are blended already, as in the reference.
+            if y:
+                tile = _blend(done[y - step, x], tile, blend, axis=1)
+            if x:
+                tile = _blend(done[y, x - step], tile, blend, axis=2)
+            done[y, x] = tile
+        rows.append(
+            jnp.concatenate([done[y, x][:, :keep, :keep] for x in range(0, X, step)], axis=2)
+        )
+    return jnp.concatenate(rows, axis=1)
+
+
+def _blend(before: Array, tile: Array, extent: int, axis: int) -> Array:
+    """Fade from the end of `before` into the beginning of `tile`."""
+    extent = min(extent, before.shape[axis], tile.shape[axis])
+    weight = jnp.arange(extent, dtype=jnp.float32) / extent
+    weight = weight.reshape([-1 if i == axis else 1 for i in range(4)])
+    end = lax.slice_in_dim(before, before.shape[axis] - extent, None, axis=axis)
+    begin = lax.slice_in_dim(tile, 0, extent, axis=axis)
+    rest = lax.slice_in_dim(tile, extent, None, axis=axis)
+    return jnp.concatenate([end * (1 - weight) + begin * weight, rest], axis=axis)
+
+
 def _activate(x: Array, norm: GroupNorm[Array], groups: int) -> Array:
     return jax.nn.silu(group_norm(x, norm, groups)).astype(x.dtype)
 
@@ -105,4 +178,12 @@ def _pointwise(x: Array, weights: Conv[Array]) -> Array:
     return contract("BYXC,DC->BYXD", x, kernel) + weights.bias.astype(jnp.float32)
 
 
-__all__ = ["Autoencoder", "AutoencoderConfig", "decode", "encode", "spec"]
+__all__ = [
+    "Autoencoder",
+    "AutoencoderConfig",
+    "decode",
+    "decode_tiled",
+    "encode",
+    "encode_tiled",
+    "spec",
+]
