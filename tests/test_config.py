@@ -30,6 +30,7 @@ ENGINE = [
     ("mesh", "", "not blank"),
     ("executable_cache", "", "not blank"),
     ("offload", "vae", "'text_encoder'"),
+    ("vae_tiling", "yes", "true or false"),
     ("staging_bytes", 1000, "at least 1048576"),
 ]
 GENERATE = [

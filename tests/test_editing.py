@@ -410,3 +410,33 @@ class TestCachedReferences:
         with pytest.raises(DeviceError, match=r"keys and values of references need 0\.00 GB"):
             quick(caching, PROMPT, image=images[0])
         assert caching.timeline.notes["reference_cache_bytes"] == 2 * 8 * 64 * 256 * 2
+
+
+class TestTiling:
+    def test_the_size_decides_and_the_flag_wins(self, pipe) -> None:
+        programs = pipe._engine.programs
+        assert not programs.tiled(128, 128) and not programs.tiled(512, 512)
+        wide = replace(
+            programs, arch=replace(programs.arch, vae=replace(programs.arch.vae, sample_size=1024))
+        )
+        real = replace(
+            wide,
+            arch=replace(
+                wide.arch,
+                vae=replace(wide.arch.vae, decoder_block_out_channels=(128, 256, 512, 512)),
+            ),
+        )
+        assert not real.tiled(1024, 1024) and not real.tiled(1024, 2048)
+        assert real.tiled(2048, 2048)
+        assert replace(real, tiling=True).tiled(1024, 1040)
+        assert not replace(real, tiling=True).tiled(1024, 1024)
+        assert not replace(real, tiling=False).tiled(2048, 2048)
+
+    def test_another_picture_and_recorded(self, pipe) -> None:
+        tiled = Pipeline.from_pretrained("demo", vae_tiling=True, sizes=[])
+        options = dict(height=192, width=256, seed=1, num_inference_steps=1)
+        one, other = (p("a cat", **options) for p in (pipe, tiled))
+        a, b = (np.asarray(made.images[0], float) for made in (one, other))
+        assert 0 < np.abs(a - b).mean() < 12
+        assert other.metadata[0]["vae_tiling"] is True
+        assert "vae_tiling" not in one.metadata[0]

@@ -146,6 +146,12 @@ class EngineConfig(ModelConfig):
         "Free the text encoder's memory after encoding; it is read again for the next prompt. "
         "Default: where the parameters do not fit in memory.",
     )
+    vae_tiling: bool | None = setting(
+        None,
+        FLAG,
+        "Decode large pictures in overlapping tiles: less memory, a slightly different picture. "
+        "Default: where decoding would take more than 6 GiB.",
+    )
     staging_bytes: int = setting(
         1 << 30,
         whole_number(1 << 20),

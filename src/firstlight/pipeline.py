@@ -80,6 +80,7 @@ class Pipeline:
         bundle: Any = None,
         offload: str | None = None,
         staging_bytes: int = STAGING_BYTES,
+        vae_tiling: bool | None = None,
     ) -> Pipeline:
         """Load `model` and compile its programs at the same time; return when both are done.
 
@@ -99,6 +100,9 @@ class Pipeline:
             offload: `"text_encoder"` frees the text encoder's memory after encoding and reads it
                 again for the next prompt; by itself where the parameters do not fit.
             staging_bytes: host memory for weights on their way to an accelerator.
+            vae_tiling: decode (and encode) pictures larger than the autoencoder's `sample_size` in
+                overlapping tiles, which needs less memory and gives a slightly different picture;
+                by itself where decoding would take more than 6 GiB.
             progress: called as `progress(stage, done, total)` from any thread.
 
         Raises:
@@ -127,6 +131,7 @@ class Pipeline:
             sizes=sizes,
             executable_cache=executable_cache,
             offload=offload,
+            vae_tiling=vae_tiling,
         )
         return cls.from_loading(loading, layout, progress)
 
@@ -308,6 +313,7 @@ class Pipeline:
             "num_inference_steps": request.num_inference_steps,
             "guidance_scale": request.guidance_scale,
             **self._of_conditions(request, picture),
+            **({"vae_tiling": True} if programs.tiled(request.height, request.width) else {}),
             "height": request.height,
             "width": request.width,
             "max_sequence_length": request.max_sequence_length,

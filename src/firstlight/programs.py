@@ -30,6 +30,13 @@ Grids = tuple[tuple[int, int], ...]
 """Rows and columns of image tokens of each reference."""
 
 
+DECODE_BYTES = {"bfloat16": 20, "float32": 28}
+"""Temporaries of decoding for each pixel and channel of the finest level, as XLA plans them."""
+
+UNTILED_BYTES = 6 << 30
+"""A picture whose decoding would need more is decoded in tiles."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """The three networks of one model, and the dtype they run in."""
@@ -47,11 +54,26 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Programs:
-    """Declares each program; `batch` is the number of pictures of one call over all devices."""
+    """Declares each program; `batch` is the number of pictures of one call over all devices.
+
+    `tiling` says whether the autoencoder works in tiles: None leaves it to the size.
+    """
 
     arch: Architecture
     mesh: Mesh
     batch: int
+    tiling: bool | None = None
+
+    def tiled(self, height: int, width: int) -> bool:
+        """Whether a picture is decoded in tiles. The size alone decides, not the memory that is
+        free: the same request must give the same picture."""
+        cfg = self.arch.vae
+        if max(height, width) <= cfg.sample_size:
+            return False
+        if self.tiling is not None:
+            return self.tiling
+        per_pixel = DECODE_BYTES[self.arch.dtype] * cfg.decoder_block_out_channels[0]
+        return height * width * per_pixel > UNTILED_BYTES
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of image tokens of a picture in pixels."""
@@ -227,28 +249,28 @@ class Programs:
         """encoder params, latent statistics, pictures (B, H, W, 3) of a grid of tokens, uint8 or
         float32 in [0, 1] -> token rows (B, N, 4C) float32, on the transformer's scale."""
         cfg = self.arch.vae
+        # References have a megapixel at most: nothing but being told makes tiles of them.
+        encode = autoencoder.encode_tiled if self.tiling else autoencoder.encode
 
         def function(params: Any, stats: Any, pictures: Array) -> tuple[Array]:
             unit = pictures if dtype == "float32" else pictures.astype(jnp.float32) / 255.0
             image = unit * 2.0 - 1.0
-            cells = sampling.patchify(autoencoder.encode(params, cfg, image))
+            cells = sampling.patchify(encode(params, cfg, image))
             cells = sampling.normalise(cells, stats, cfg.batch_norm_eps)
             return (sampling.rows_of(cells),)
 
         params = abstract_params(autoencoder.spec(cfg, self.arch.dtype), self.mesh)
         height, width = rows * cfg.pixel_multiple, columns * cfg.pixel_multiple
         pictures = self._array((self.batch, height, width, 3), dtype)
-        return self._program(
-            f"reference {width}x{height} {dtype}",
-            function,
-            (params.encoder, params.stats, pictures),
-        )
+        args = (params.encoder, params.stats, pictures)
+        name = f"reference {width}x{height} {dtype}{' tiled' * bool(self.tiling)}"
+        return self._program(name, function, args)
 
     def decode(self, height: int, width: int, output: str) -> Program:
         """decoder params, latent statistics, x (B, N, 4C) -> the result and (B, 2) booleans: are
         the latents and the decoded values finite. The result is, by `output`: "pil" (B, H, W, 3)
         uint8, "np" (B, H, W, 3) float32 in [0, 1], "latent" (B, C, 2H/m, 2W/m) float32."""
-        cfg = self.arch.vae
+        cfg, tiled = self.arch.vae, self.tiled(height, width)
         rows, columns = self.grid(height, width)
 
         def function(params: Any, stats: Any, x: Array) -> tuple[Array, Array]:
@@ -258,7 +280,8 @@ class Programs:
             finite = jnp.isfinite(latents).all(axis=(1, 2, 3))
             if output == "latent":
                 return latents.transpose(0, 3, 1, 2), jnp.stack([finite, finite], axis=-1)
-            image = autoencoder.decode(params, cfg, latents)
+            decode = autoencoder.decode_tiled if tiled else autoencoder.decode
+            image = decode(params, cfg, latents)
             both = jnp.stack([finite, jnp.isfinite(image).all(axis=(1, 2, 3))], axis=-1)
             image = sampling.to_unit(image)
             return (sampling.to_uint8(image) if output == "pil" else image), both
@@ -266,7 +289,10 @@ class Programs:
         params = abstract_params(autoencoder.spec(cfg, self.arch.dtype), self.mesh)
         x = self._array((self.batch, rows * columns, self.arch.transformer.in_channels))
         return self._program(
-            f"decode {width}x{height} {output}", function, (params.decoder, params.stats, x), 2
+            f"decode {width}x{height} {output}{' tiled' * tiled}",
+            function,
+            (params.decoder, params.stats, x),
+            2,
         )
 
     def text_to_image(self, height: int, width: int, length: int, output: str) -> list[Program]:

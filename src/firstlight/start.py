@@ -40,6 +40,7 @@ class Layout:
     sizes: Sequence[tuple[int, int]] | None = None
     executable_cache: bool | str | Path | None = True
     offload: str | None = None
+    vae_tiling: bool | None = None
     request: Callable[[Limits], Request] | None = None
     """The first request, if it is known: its programs are compiled instead of those of `sizes`."""
 
@@ -59,7 +60,8 @@ def start(loading: Loading, layout: Layout, progress: Progress) -> tuple[ModelFo
             folder = loading.folder()
         cache = open_cache(layout.executable_cache)
         compiler = Compiler(mesh, cache, timeline=timeline)
-        programs = Programs(architecture(folder), mesh, mesh.shape[DATA] * count)
+        batch = mesh.shape[DATA] * count
+        programs = Programs(architecture(folder), mesh, batch, layout.vae_tiling)
         with timeline.span("submit programs"):
             wanted = _wanted(folder, programs, layout)
             for program in wanted:

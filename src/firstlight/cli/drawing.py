@@ -99,7 +99,7 @@ def _open_pipeline(
     engine: EngineConfig, job: Job, display: Display, timeline: Timeline
 ) -> Pipeline:
     settings = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
-    of_layout = ("mesh", "images_per_device", "executable_cache", "offload")
+    of_layout = ("mesh", "images_per_device", "executable_cache", "offload", "vae_tiling")
     layout = {name: settings.pop(name) for name in of_layout}
     with timeline.span("imports"):
         from firstlight.weights.loading import NEEDED, Loading
