@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from firstlight.engine import Engine, Step
 from firstlight.errors import RequestError
-
-if TYPE_CHECKING:
-    from firstlight.pipeline import Pipeline
 
 TENSORS = ("latents", "prompt_embeds")
 
@@ -23,7 +20,7 @@ class StepCallback:
 
     def __init__(
         self,
-        pipe: Pipeline,
+        pipe: Any,
         engine: Engine,
         callback: Callable[..., Any],
         names: Sequence[str],

@@ -87,6 +87,9 @@ class Settings:
                 raise ConfigError(f"{field.name} is {value!r}; {allowed.words} is needed")
 
 
+COMPONENT_FILES = ("transformer", "vae", "text_encoder", "tokenizer")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Settings):
     """Which model, and how its files are found and read."""
@@ -116,6 +119,25 @@ class ModelConfig(Settings):
     cache_dir: Path | None = setting(  # noqa: RUF009
         None, PATH, "Where downloaded models are kept. Default: the hub's own cache."
     )
+
+    transformer: Path | None = setting(  # noqa: RUF009
+        None,
+        PATH,
+        "Take the transformer's weights from this safetensors file (diffusers' names or Black "
+        "Forest Labs' own, fp8 and nvfp4 included) or folder.",
+    )
+    vae: Path | None = setting(  # noqa: RUF009
+        None, PATH, "Take the autoencoder's weights from this file or folder."
+    )
+    text_encoder: Path | None = setting(  # noqa: RUF009
+        None, PATH, "Take the text encoder's weights from this file or folder."
+    )
+    tokenizer: Path | None = setting(None, PATH, "Take the tokenizer from this folder.")  # noqa: RUF009
+
+    @property
+    def files(self) -> dict[str, Path | None]:
+        """Components that come from elsewhere than the model, by name."""
+        return {name: getattr(self, name) for name in COMPONENT_FILES}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -73,10 +73,10 @@ class Pipeline:
         sizes: Sequence[tuple[int, int]] | None = None,
         executable_cache: bool | str | Path | None = True,
         progress: Progress = silent,
-        transformer: Any = None,
-        vae: Any = None,
-        text_encoder: Any = None,
-        tokenizer: Any = None,
+        transformer: str | Path | None = None,
+        vae: str | Path | None = None,
+        text_encoder: str | Path | None = None,
+        tokenizer: str | Path | None = None,
         bundle: Any = None,
         offload: str | None = None,
         staging_bytes: int = STAGING_BYTES,
@@ -95,6 +95,9 @@ class Pipeline:
             is_distilled: overrides what `model_index.json` says.
             sizes: (height, width) pairs to compile for now; the model's default size if None.
                 Other sizes are compiled when first asked for.
+            transformer, vae, text_encoder, tokenizer: weights from elsewhere than `model`, whose
+                configurations still count: a safetensors file (diffusers' names or Black Forest
+                Labs' own; fp8 and nvfp4 are made whole), or a folder; of the tokenizer a folder.
             executable_cache: keep compiled programs on disk for the next start: in this folder,
                 in the user's cache folder (True), or nowhere (False).
             offload: `"text_encoder"` frees the text encoder's memory after encoding and reads it
@@ -110,11 +113,7 @@ class Pipeline:
                 all their faults are listed, before any weight is read. RequestError: a size.
                 DeviceError: the parameters do not fit in memory.
         """
-        later = dict(
-            fsdp=fsdp or None, transformer=transformer, vae=vae, text_encoder=text_encoder,
-            tokenizer=tokenizer, bundle=bundle,
-        )  # fmt: skip
-        _refuse_unbuilt(later, ConfigError)
+        _refuse_unbuilt(dict(fsdp=fsdp or None, bundle=bundle), ConfigError)
         loading = Loading(
             model,
             dtype=dtype,
@@ -123,6 +122,12 @@ class Pipeline:
             cache_dir=cache_dir,
             is_distilled=is_distilled,
             staging_bytes=staging_bytes,
+            files={
+                "transformer": transformer,
+                "vae": vae,
+                "text_encoder": text_encoder,
+                "tokenizer": tokenizer,
+            },
             progress=progress,
         )
         layout = Layout(

@@ -84,12 +84,13 @@ def test_version_is_the_package_version(command):
 
 
 def test_help_names_every_flag_of_the_settings(command):
-    from firstlight.config import CONFIGS
+    from firstlight.config import EditConfig, EngineConfig, GenerateConfig, ReportConfig
 
-    text = command("generate", "--help").out
-    for config in CONFIGS:
-        for name in config.__dataclass_fields__:
-            assert f"--{name.replace('_', '-')}" in text
+    for name, picture in (("generate", GenerateConfig), ("edit", EditConfig)):
+        text = command(name, "--help").out
+        for config in (EngineConfig, picture, ReportConfig):
+            for field in config.__dataclass_fields__:
+                assert f"--{field.replace('_', '-')}" in text
 
 
 @pytest.mark.parametrize(

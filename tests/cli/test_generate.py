@@ -228,7 +228,8 @@ def test_the_pipeline_is_opened_with_the_engine_settings_and_the_request(monkeyp
     drawing._open_pipeline(engine, job, display, timeline)
     assert [span.name for span in timeline.spans] == ["imports"]
     assert opened == {
-        **vars(engine),
+        **{name: value for name, value in vars(engine).items() if name not in engine.files},
+        "files": engine.files,
         "request": job.request,
         "components": (*loading.NEEDED, "vae_encoder") if edits else loading.NEEDED,
         "progress": print,

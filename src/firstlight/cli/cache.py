@@ -74,7 +74,8 @@ def _explain(
     found = resolve(
         engine.model, revision=engine.revision, offline=engine.offline, cache_dir=engine.cache_dir
     )
-    folder = open_model(found.path, dtype=engine.dtype, name=found.name)
+    files = {k: v for k, v in engine.files.items() if v is not None}
+    folder = open_model(found.path, dtype=engine.dtype, name=found.name, files=files)
     mesh = make_mesh(*parse_mesh(engine.mesh or ""))
     batch = mesh.shape[DATA] * engine.images_per_device
     programs = Programs(architecture(folder), mesh, batch)

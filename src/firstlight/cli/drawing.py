@@ -18,7 +18,7 @@ from firstlight.cli.display import Display, make_display
 from firstlight.cli.names import naming
 from firstlight.cli.process import TIMELINE
 from firstlight.cli.saving import Made, Saver
-from firstlight.config import MAX_SEED, EngineConfig, PictureConfig, ReportConfig
+from firstlight.config import COMPONENT_FILES, MAX_SEED, EngineConfig, PictureConfig, ReportConfig
 from firstlight.errors import ConfigError, FirstlightWarning
 from firstlight.timeline import MAIN, Span, Timeline
 
@@ -101,6 +101,8 @@ def _open_pipeline(
     settings = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
     of_layout = ("mesh", "images_per_device", "executable_cache", "offload", "vae_tiling")
     layout = {name: settings.pop(name) for name in of_layout}
+    for name in COMPONENT_FILES:
+        settings.pop(name)
     with timeline.span("imports"):
         from firstlight.weights.loading import NEEDED, Loading
 
@@ -108,6 +110,7 @@ def _open_pipeline(
         loading = Loading(
             settings.pop("model"),
             **settings,
+            files=engine.files,
             components=(*NEEDED, "vae_encoder") if "image" in job.conditions else NEEDED,
             progress=display.advance,
             timeline=timeline,

@@ -39,6 +39,7 @@ def _describe_model(model: ModelConfig, *, arrays: bool) -> dict[str, Any]:
         is_distilled=model.is_distilled,
         name=found.name,
         revision=found.revision,
+        files={k: v for k, v in model.files.items() if v is not None},
     )
     components = {name: _describe_tree(tree, arrays) for name, tree in folder.specs.items()}
     return {
@@ -55,6 +56,7 @@ def _describe_model(model: ModelConfig, *, arrays: bool) -> dict[str, Any]:
         "max_sequence_length": folder.max_sequence_length,
         "parameters": sum(entry["parameters"] for entry in components.values()),
         "bytes": sum(entry["bytes"] for entry in components.values()),
+        "stored_bytes": {k: dict(v) for k, v in folder.stored_bytes.items()},
         "components": components,
     }
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from firstlight.errors import CheckpointError
 from firstlight.weights.reader import Stamp, Tensor, read_header, short
+
+PREFIX = "model.diffusion_model."
+"""Of every key, in files that other programs have written."""
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -64,6 +67,24 @@ def open_component(folder: Path, stem: str) -> Component:
         component.problems.append(f"{short(single)} is missing, and so is {index.name}")
         component.problems[-1] += _hint(folder)
         component.unlisted = True
+    return component
+
+
+def open_file(path: Path) -> Component:
+    """Read the header of one file; keys may begin with the prefix that other programs give them.
+
+    Reads no weights and raises nothing, as `open_component`.
+    """
+    component = Component(short(path))
+    if path.suffix in PICKLED:
+        component.problems.append(f"{short(path)}: pickled weights are code and are refused")
+        component.unlisted = True
+        return component
+    component.unlisted = _add_file(component, path) is None
+    component.tensors = {
+        name.removeprefix(PREFIX): replace(tensor, name=name.removeprefix(PREFIX))
+        for name, tensor in component.tensors.items()
+    }
     return component
 
 

@@ -15,10 +15,12 @@ from firstlight.models.params import DType, as_dtype
 from firstlight.models.specs import autoencoder, text_encoder, transformer
 from firstlight.models.specs.fields import Fields
 from firstlight.models.specs.scheduler import SchedulerConfig
-from firstlight.weights import klein
-from firstlight.weights.component import open_component, weight_files
+from firstlight.weights import klein, klein_bfl
+from firstlight.weights.component import Component, open_component, open_file, weight_files
 from firstlight.weights.plan import Plan, plan
+from firstlight.weights.quantised import bytes_by_dtype, find_quantised
 from firstlight.weights.reader import short
+from firstlight.weights.rules import Rule
 
 INDEX = "model_index.json"
 CONFIGS = {
@@ -69,16 +71,14 @@ class ModelFolder:
     scheduler: SchedulerConfig
     specs: Mapping[str, Any]
     plans: Mapping[str, Plan]
+    tokenizer: Path
+    stored_bytes: Mapping[str, Mapping[str, int]]
+    """By component and dtype in the files: fp8 and nvfp4 are made whole while they are read."""
 
     @property
     def variant(self) -> variants.Variant:
         """Sampling defaults, from `is_distilled`."""
         return variants.variant(is_distilled=self.is_distilled)
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer's folder."""
-        return self.path / "tokenizer"
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ def open_model(
     is_distilled: bool | None = None,
     name: str | None = None,
     revision: str | None = None,
+    files: Mapping[str, Path] | None = None,
 ) -> ModelFolder:
     """Read every JSON file and weight header of the model in `path` and check that all fit.
 
@@ -128,13 +129,16 @@ def open_model(
         dtype: the parameters' final dtype, `"bfloat16"` or `"float32"`.
         is_distilled: overrides `model_index.json`.
         name, revision: how the model is called in messages and metadata; the path by default.
+        files: weights of components (`"transformer"`, `"vae"`, `"text_encoder"`) from elsewhere: a
+            file in diffusers' or in Black Forest Labs' own layout, or a folder; `"tokenizer"`: a
+            folder. Configurations still come from `path`.
 
     Raises:
         CheckpointError: lists every fault of every file. ConfigError: an unknown dtype.
     """
     path = Path(path)
     final_dtype = as_dtype(dtype)
-    made = _Opening(path, final_dtype)
+    made = _Opening(path, final_dtype, dict(files or {}))
     if made.faults:
         raise CheckpointError(f"the model in {path} cannot be loaded", tuple(made.faults))
     index = made.index
@@ -153,6 +157,8 @@ def open_model(
         scheduler=made.scheduler,
         specs=made.specs,
         plans=made.plans,
+        tokenizer=made.tokenizer,
+        stored_bytes=made.stored,
     )
 
 
@@ -165,8 +171,11 @@ class _Opening:
     vae: Any = None
     scheduler: Any = None
 
-    def __init__(self, path: Path, dtype: DType) -> None:
+    def __init__(self, path: Path, dtype: DType, files: dict[str, Path]) -> None:
         self.path = path
+        self.files = files
+        self.tokenizer = files.get("tokenizer", path / "tokenizer")
+        self.stored: dict[str, dict[str, int]] = {}
         self.dtype: DType = dtype
         self.faults = _Faults()
         self.specs: dict[str, Any] = {}
@@ -179,7 +188,8 @@ class _Opening:
             return
         attempt = self.faults.attempt
         self.index = attempt(lambda: _read_index(path, self.faults))
-        self.faults += [f"{name} is missing" for name in TOKENIZER if not (path / name).is_file()]
+        names = (self.tokenizer / Path(name).name for name in TOKENIZER)
+        self.faults += [f"{short(name)} is missing" for name in names if not name.is_file()]
         self.transformer = attempt(
             lambda: transformer.TransformerConfig.from_json(self._json("transformer"))
         )
@@ -227,15 +237,33 @@ class _Opening:
             ),
         )  # fmt: skip
         for component, module, rules, unread in tables:
-            files = open_component(self.path / component, STEMS[component])
+            files = self._component(component)
+            self.stored[component] = bytes_by_dtype(files)
             cfg = getattr(self, component)
             if cfg is None:
                 self.faults += files.problems
                 continue
             self.specs[component] = module.spec(cfg, self.dtype)
-            made = plan(self.specs[component], rules(cfg), files, unread(cfg))
+            table = _own_names(component, files) or rules
+            made = plan(self.specs[component], table(cfg), files, unread(cfg))
             self.faults += made.problems
             self.plans[component] = made
+
+    def _component(self, name: str) -> Component:
+        where = self.files.get(name, self.path / name)
+        single = name in self.files and not where.is_dir()
+        made = open_file(where) if single else open_component(where, STEMS[name])
+        find_quantised(made)
+        return made
+
+
+def _own_names(component: str, files: Component) -> Callable[[Any], list[Rule]] | None:
+    """The table of Black Forest Labs' own names, if the file has them."""
+    if component == "transformer" and klein_bfl.is_transformer(files.tensors):
+        return klein_bfl.transformer_rules
+    if component == "vae" and klein_bfl.is_autoencoder(files.tensors):
+        return klein_bfl.autoencoder_rules
+    return None
 
 
 def _read_index(path: Path, faults: list[str]) -> _Index:

@@ -31,6 +31,7 @@ from firstlight.weights.plan import (
     cut,
     piece_bytes,
 )
+from firstlight.weights.quantised import Dequantiser
 from firstlight.weights.reader import Source
 from firstlight.weights.rules import Piece
 
@@ -113,6 +114,7 @@ class Reading:
         self._source = Source(plan.stamps)
         self._stack = ExitStack()
         self._stack.enter_context(self._source.opened())
+        self._dequantiser = Dequantiser(self._source)
         self._pool = ThreadPoolExecutor(threads, "firstlight-read")
         self._advance()
 
@@ -233,13 +235,16 @@ class Reading:
             target = _place(block[0], buffers).view(np.uint8)
             self._source.read_into(tensor.file, block_offset(block), target)
         else:
-            scratch = np.empty((last - first, block[0].width), _CARRIERS[tensor.dtype])
-            as_bytes = scratch.reshape(-1).view(np.uint8)
-            self._source.read_into(tensor.file, block_offset(block), as_bytes)
+            raw = np.empty((last - first, block_bytes(block) // (last - first)), np.uint8)
+            self._source.read_into(tensor.file, block_offset(block), raw.reshape(-1))
+            if tensor.scaling is not None:
+                scratch, stored = self._dequantiser.values(tensor, raw, first), "F32"
+            else:
+                scratch, stored = raw.view(_CARRIERS[tensor.dtype]), tensor.dtype
             for piece in block:
                 target = _place(piece, buffers).reshape(last - first, piece.run)
                 final = self.plan.specs[piece.target].dtype
-                _copy(scratch[:, slice(*piece.columns)], tensor.dtype, target, final)
+                _copy(scratch[:, slice(*piece.columns)], stored, target, final)
         self._lanes.end(block)
         self._on_bytes(block_bytes(block))
 
@@ -300,7 +305,7 @@ def read(plan: Plan, **options: Any) -> Iterator[tuple[str, np.ndarray]]:
 def _is_direct(block: Block, buffers: Mapping[str, np.ndarray]) -> bool:
     """Whether the file's bytes are the target's, in the same order."""
     (piece, *others) = block
-    stored = _CARRIERS[piece.tensor.dtype]
+    stored = _CARRIERS.get(piece.tensor.dtype)
     return not others and piece.run == piece.width and buffers[piece.target].dtype == stored
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,15 @@ class Loading:
         offline: bool = False,
         cache_dir: str | Path | None = None,
         is_distilled: bool | None = None,
+        files: Mapping[str, str | Path | None] | None = None,
         components: tuple[str, ...] = NEEDED,
         staging_bytes: int = STAGING_BYTES,
         read_threads: int | None = None,
         progress: Progress = silent,
         timeline: Timeline | None = None,
     ) -> None:
-        """`components` are names of `COMPONENTS`, in the order of reading.
+        """`files` are those of `open_model`; `components` are names of `COMPONENTS`, in the order
+        of reading.
 
         Raises ConfigError for an unknown dtype; all other errors come from `folder()`.
         """
@@ -70,9 +72,10 @@ class Loading:
         self._folder: Future[ModelFolder] = Future()
         self._reading: Future[Reading] = Future()
         settings = dict(revision=revision, offline=offline, cache_dir=cache_dir)
+        paths = {k: Path(v).expanduser() for k, v in (files or {}).items() if v is not None}
         thread = threading.Thread(
             target=self._run,
-            args=(str(model), settings, dict(dtype=dtype, is_distilled=is_distilled)),
+            args=(str(model), settings, dict(dtype=dtype, is_distilled=is_distilled, files=paths)),
             name="firstlight-loading",
             daemon=True,  # an ending process waits for no download
         )
@@ -109,6 +112,7 @@ class Loading:
             with self.timeline.span(RESOLVE, lane="resolve"):
                 found = resolve(model, **where, progress=self._progress)
                 folder = open_model(found.path, name=found.name, revision=found.revision, **how)
+            self.timeline.note("stored_bytes", folder.stored_bytes)
             self._folder.set_result(folder)
         except BaseException as error:
             self._folder.set_exception(error)

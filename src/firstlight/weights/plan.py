@@ -153,7 +153,10 @@ def _top(path: str) -> str:
 
 
 def _row_bytes(block: Block) -> int:
-    return block[0].width * ITEM_BYTES[block[0].tensor.dtype]
+    piece = block[0]
+    if piece.tensor.dtype == "NVFP4":
+        return piece.width // 2
+    return piece.width * ITEM_BYTES[piece.tensor.dtype]
 
 
 def _rows(block: Block, begin: int, end: int) -> Block:

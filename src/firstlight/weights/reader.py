@@ -47,6 +47,14 @@ class Stamp:
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """How a quantised tensor's values are made whole: a scale of it all, and one of each block."""
+
+    scale: Tensor
+    blocks: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Tensor:
     """Where one tensor's bytes lie: `nbytes` from `offset` in `file`, row-major, little-endian."""
 
@@ -56,6 +64,7 @@ class Tensor:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    scaling: Scaling | None = None
 
     @property
     def where(self) -> str:

@@ -163,7 +163,7 @@ def _faults(component: Component, rule: Rule, source: str) -> Iterator[str]:
         return
     if tensor.shape != rule.shape:
         yield f"{tensor.where} has shape {list(tensor.shape)}; {list(rule.shape)} is expected"
-    if tensor.dtype not in FLOATING:
+    if tensor.dtype not in FLOATING and tensor.scaling is None:
         yield f"{tensor.where} has dtype {tensor.dtype}; {', '.join(FLOATING)} are supported"
 
 
