@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
-PICTURES = {"one_picture": 1, "many_prompts": 6, "own_noise": 0}
+PICTURES = {"edit": 3, "one_picture": 1, "many_prompts": 6, "own_noise": 0}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
