@@ -56,6 +56,7 @@ GENERATE = [
     ("num_images", 0, "at least 1"),
     ("max_sequence_length", 0, "at least 1"),
     ("repeat", 0, "at least 1"),
+    ("preview", "", "a path"),
     ("profile", "", "a path"),
 ]
 EDIT = [

@@ -440,3 +440,29 @@ class TestTiling:
         assert 0 < np.abs(a - b).mean() < 12
         assert other.metadata[0]["vae_tiling"] is True
         assert "vae_tiling" not in one.metadata[0]
+
+
+class TestPreviews:
+    def test_they_come_to_look_like_the_picture(self, pipe) -> None:
+        seen: list[Image.Image] = []
+
+        def watch(given, step, timestep, tensors):
+            (image,) = tensors["preview"]
+            seen.append(image)
+            return {}
+
+        made = pipe(
+            "a red apple on a blue background", seed=1, callback_on_step_end=watch,
+            callback_on_step_end_tensor_inputs=["preview"],
+        ).images[0]  # fmt: skip
+        small = np.asarray(made.resize((16, 16), Image.Resampling.BOX), float)
+        gaps = [np.abs(np.asarray(image, float) - small).mean() for image in seen]
+        assert [image.size for image in seen] == [(16, 16)] * 4
+        assert gaps[-1] < 30 and gaps[-1] < gaps[0]
+
+    def test_watching_changes_nothing(self, pipe) -> None:
+        plain = quick(pipe, "a cat")
+        assert plain == quick(
+            pipe, "a cat", callback_on_step_end=lambda *a: {},
+            callback_on_step_end_tensor_inputs=["preview"],
+        )  # fmt: skip

@@ -26,7 +26,7 @@ LAYERS = [
     ["compile", "request"],
     ["placement"],
     ["programs", "residency"],
-    ["engine", "conditions"],
+    ["engine", "conditions", "previews"],
     ["callbacks"],
     ["start"],
     ["pipeline"],

@@ -13,6 +13,8 @@ from firstlight.engine import Engine, Step
 from firstlight.errors import RequestError
 
 TENSORS = ("latents", "prompt_embeds")
+PREVIEW = "preview"
+"""Not a tensor: a list of small PIL images of what the batch is becoming."""
 
 
 class StepCallback:
@@ -24,22 +26,25 @@ class StepCallback:
         engine: Engine,
         callback: Callable[..., Any],
         names: Sequence[str],
+        size: tuple[int, int],
     ) -> None:
         """Raises RequestError for a callback that cannot be called and names that are none."""
         if not callable(callback):
             raise RequestError(f"callback_on_step_end is {callback!r}; a function is needed")
-        unknown = [name for name in names if name not in TENSORS]
+        unknown = [name for name in names if name not in (*TENSORS, PREVIEW)]
         if isinstance(names, str) or unknown:
             raise RequestError(
                 f"callback_on_step_end_tensor_inputs is {names!r}; a list of some of "
-                f"{', '.join(TENSORS)} is needed"
+                f"{', '.join((*TENSORS, PREVIEW))} is needed"
             )
         self._pipe, self._engine, self._callback = pipe, engine, callback
-        self._names = tuple(names)
+        self._names, self._size = tuple(names), size
 
     def __call__(self, step: Step) -> None:
         """Call the user's function. Raises RequestError if what it returns cannot be used."""
-        tensors = {"latents": step.latents, "prompt_embeds": step.text}
+        tensors: dict[str, Any] = {"latents": step.latents, "prompt_embeds": step.text}
+        if PREVIEW in self._names:
+            tensors[PREVIEW] = self._engine.preview(step, *self._size)
         shown = {name: tensors[name] for name in self._names}
         made = self._callback(self._pipe, step.number, step.timestep, shown)
         if not isinstance(made, dict):

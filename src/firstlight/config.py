@@ -250,6 +250,12 @@ class PictureConfig(Settings):
     repeat: int = setting(
         1, whole_number(1), "Make the same pictures this many times and report each time taken."
     )
+    preview: Path | None = setting(  # noqa: RUF009
+        None,
+        PATH,
+        "Write a small picture of what is being drawn to this folder after every step: "
+        "PICTURE-STEP.png, both from 0.",
+    )
     profile: Path | None = setting(  # noqa: RUF009
         None, PATH, "Write a JAX profiler trace of the drawing (not the loading) to this folder."
     )

@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from PIL import Image
 
-from firstlight import sampling
+from firstlight import previews, sampling
 from firstlight.compile import Compiler, Executable, Program
 from firstlight.conditions import Kept, References, Texts
 from firstlight.errors import DeviceError
 from firstlight.models.specs.scheduler import SchedulerConfig
+from firstlight.previews import Previewer
 from firstlight.programs import Grids, Programs
 from firstlight.progress import Progress
 from firstlight.request import Request
@@ -38,7 +40,8 @@ class Picture:
 
 @dataclass
 class Step:
-    """A finished step of a batch: number (from 0), training timestep, and state on the devices.
+    """A finished step of a batch: number (from 0), training timestep, state on the devices, and
+    the latents and noise levels before and after it.
 
     Whoever watches may replace `latents` (B, N, 4C) and `text` (B, T, J), or end the loop.
     """
@@ -48,6 +51,8 @@ class Step:
     rows: list[int]
     latents: jax.Array
     text: jax.Array
+    before: jax.Array
+    sigmas: tuple[float, float]
     stop: bool = False
 
 
@@ -73,6 +78,7 @@ class Engine:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.weights = weights
+        self._previewer: Previewer | None = None
         self._ropes: dict[tuple[int, int, int, Grids], tuple[jax.Array, ...]] = {}
 
     def run(
@@ -134,6 +140,17 @@ class Engine:
                 f"{what} need {share / 1e9:.2f} GB on each device; {free / 1e9:.2f} GB are free: "
                 "give fewer or smaller references"
             )
+
+    def preview(self, step: Step, height: int, width: int) -> list[Image.Image]:
+        """Small pictures of what a step's batch is becoming, one for each row."""
+        if self._previewer is None:
+            self._previewer = Previewer(self)
+        before, after = to_host(step.before), to_host(step.latents)
+        rows, columns = self.programs.grid(height, width)
+        return [
+            self._previewer(tokens, rows, columns)
+            for tokens in previews.clean(before, after, *step.sigmas)
+        ]
 
     def ready(self, program: Program) -> Executable:
         """The executable of `program`, compiled now if it was not asked for before."""
@@ -246,7 +263,15 @@ class _Call:
                 x = self.kept.after_step(x, self.sigmas[index + 1])
             if self.on_step is not None:
                 x.block_until_ready()
-                seen = Step(index, float(self.times[index]), batch.rows, x, text)
+                seen = Step(
+                    number=index,
+                    timestep=float(self.times[index]),
+                    rows=batch.rows,
+                    latents=x,
+                    text=text,
+                    before=previous,
+                    sigmas=(float(self.sigmas[index]), float(self.sigmas[index + 1])),
+                )
                 self.on_step(seen)
                 x, text = seen.latents, seen.text
                 if seen.stop:

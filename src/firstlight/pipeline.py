@@ -221,8 +221,10 @@ class Pipeline:
             max_sequence_length: tokens of text, the chat text's own included.
             callback_on_step_end: called as `callback(pipe, step, timestep, tensors)` after every
                 step of every batch of pictures; returns a dict of those it replaces. `tensors` has
-                what `callback_on_step_end_tensor_inputs` names: "latents" (B, N, 4C) float32 and
-                "prompt_embeds" (B, T, J). Setting `pipe.interrupt` skips the remaining steps.
+                what `callback_on_step_end_tensor_inputs` names: "latents" (B, N, 4C) float32,
+                "prompt_embeds" (B, T, J), and "preview", a list of PIL images of an eighth of the
+                size that show what the pictures are becoming. Setting `pipe.interrupt` skips the
+                remaining steps.
             output_type: "pil", "np" or "latent" (see `Result`).
 
         Raises:
@@ -243,8 +245,11 @@ class Pipeline:
         callback = arguments.pop("callback_on_step_end", None)
         # The tensors a callback asks for mean nothing without the callback.
         names = arguments.pop("callback_on_step_end_tensor_inputs", ("latents",))
-        watch = None if callback is None else StepCallback(self, self._engine, callback, names)
         request = complete(self.limits, prompt=prompt, **arguments)
+        watch = None
+        if callback is not None:
+            size = (request.height, request.width)
+            watch = StepCallback(self, self._engine, callback, names, size)
         return self._stream(request, watch)
 
     def encode_prompt(

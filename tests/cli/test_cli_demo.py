@@ -159,3 +159,17 @@ def test_ctrl_c_during_denoising_ends_with_one_line_and_no_file(tmp_path):
     others = [line for line in err.splitlines() if not line.startswith("denoise ")]
     assert others == ["firstlight: interrupted"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_edit_and_its_previews(demo, monkeypatch):
+    _, (line,), _ = demo(PROMPT, "--seed", "1", "--output", "apple.png", "--steps", "2")
+    assert line == "apple.png\tseed 1"
+    edited = ["edit", "apple.png", "make the background green", "--seed", "3", "--preview", "steps"]
+    assert run([*edited, "--output", "green.png"]) == 0
+    assert sorted(path.name for path in Path("steps").iterdir()) == [
+        f"0-{step}.png" for step in range(4)
+    ]
+    metadata = read_metadata("green.png")
+    assert len(metadata["references"]) == 1 and metadata["prompt"] == "make the background green"
+    code, _, (error,) = demo("--like", "green.png")
+    assert code == 1 and "was made from reference pictures, which it does not contain" in error

@@ -69,7 +69,8 @@ def run_job(engine: EngineConfig, job: Job, report: ReportConfig) -> None:
     timeline, picture = TIMELINE, job.picture
     names = naming(picture.output)
     _check_seed(picture, job.total)
-    _check_profile(picture.profile)
+    for name in ("profile", "preview"):
+        _check_folder(name, getattr(picture, name))
     timeline.add(Span(MAIN, "command line", timeline.spans[0].end or 0.0, timeline.clock()))
     with make_display(report) as display:
         pipe = _open_pipeline(engine, job, display, timeline)
@@ -111,7 +112,7 @@ def _open_pipeline(
             settings.pop("model"),
             **settings,
             files=engine.files,
-            components=(*NEEDED, "vae_encoder") if "image" in job.conditions else NEEDED,
+            components=(*NEEDED, "vae_encoder") if _encodes(job) else NEEDED,
             progress=display.advance,
             timeline=timeline,
         )
@@ -124,6 +125,11 @@ def _open_pipeline(
     return Pipeline.from_loading(loading, Layout(**layout, request=job.request), display.advance)
 
 
+def _encodes(job: Job) -> bool:
+    """Whether pictures go into the autoencoder: references, or previews being fitted to it."""
+    return "image" in job.conditions or job.picture.preview is not None
+
+
 def _check_seed(picture: PictureConfig, images: int) -> None:
     if picture.seed is not None and picture.seed + images - 1 > MAX_SEED:
         raise ConfigError(
@@ -132,12 +138,12 @@ def _check_seed(picture: PictureConfig, images: int) -> None:
         )
 
 
-def _check_profile(folder: Path | None) -> None:
+def _check_folder(name: str, folder: Path | None) -> None:
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"profile is {str(folder)!r}; {error.strerror}") from error
+            raise ConfigError(f"{name} is {str(folder)!r}; {error.strerror}") from error
 
 
 def _profiler(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
@@ -152,8 +158,9 @@ def _draw(pipe: Pipeline, job: Job, saver: Saver, timeline: Timeline) -> list[fl
     """Make the pictures `repeat` times, saving those of the first time as they come; return the
     seconds of each time."""
     draw = functools.partial(pipe.stream, job.prompts, **job.arguments())
+    watch = {} if job.picture.preview is None else _preview(job.picture.preview)
     begun = time.perf_counter()
-    results = draw(seed=job.picture.seed)
+    results = draw(seed=job.picture.seed, **watch)
     with timeline.span("first image"):
         first = next(results)
     saver.add(first)
@@ -169,6 +176,24 @@ def _draw(pipe: Pipeline, job: Job, saver: Saver, timeline: Timeline) -> list[fl
                 pass
         seconds.append(time.perf_counter() - begun)
     return seconds
+
+
+def _preview(folder: Path) -> dict[str, Any]:
+    """Arguments of a call that leave a small picture of every step in `folder`."""
+    from firstlight.image import save_image
+
+    begun = 0
+
+    def save(pipe: Pipeline, step: int, timestep: float, tensors: dict[str, Any]) -> dict[str, Any]:
+        nonlocal begun
+        images = tensors["preview"]
+        begun += len(images) if step == 0 else 0
+        for place, image in enumerate(images):
+            path = folder / f"{begun - len(images) + place}-{step}.png"
+            save_image(image, path, {"timestep": timestep}, overwrite=True)
+        return {}
+
+    return {"callback_on_step_end": save, "callback_on_step_end_tensor_inputs": ["preview"]}
 
 
 def _tell_times(

@@ -19,6 +19,8 @@ SETTINGS = {
     "seed": "seed",
     "num_inference_steps": "steps",
     "guidance_scale": "guidance",
+    "negative_prompt": "negative_prompt",
+    "vae_tiling": "vae_tiling",
     "width": "width",
     "height": "height",
     "max_sequence_length": "max_sequence_length",
@@ -27,6 +29,13 @@ SETTINGS = {
     "dtype": "dtype",
     "is_distilled": "is_distilled",
     "images_per_device": "images_per_device",
+}
+# What a picture only names, by a digest or not at all.
+_NOT_STORED = {
+    "references": "reference pictures",
+    "source": "another picture",
+    "sigmas": "noise levels of its own",
+    "prompt": "text states",
 }
 _OF_THE_MODEL = ("revision", "is_distilled", "max_sequence_length")
 _ABSENT = "not recorded"
@@ -43,10 +52,13 @@ def settings_of(path: str, *, other_model: bool) -> dict[str, Any]:
             f"{path} was made from starting noise given by its maker, not from a seed; "
             "it cannot be made again from its settings"
         )
+    for key, what in _NOT_STORED.items():
+        if key in metadata and (key != "prompt" or metadata[key] is None):
+            raise RequestError(f"{path} was made from {what}, which it does not contain")
     return {
         name: metadata[key]
         for key, name in SETTINGS.items()
-        if metadata.get(key) is not None and not (other_model and key in _OF_THE_MODEL)
+        if metadata.get(key) not in (None, "") and not (other_model and key in _OF_THE_MODEL)
     }
 
 
