@@ -50,6 +50,7 @@ GENERATE = [
     ("guidance", -1.0, "at least 0"),
     ("guidance", float("nan"), "finite"),
     ("guidance", float("inf"), "finite"),
+    ("time_shift", "none", "'reference' or 'constant'"),
     ("negative_prompt", " ", "not blank"),
     ("seed", -1, "at least 0"),
     ("seed", MAX_SEED + 1, str(MAX_SEED)),

@@ -252,6 +252,13 @@ class TestSigmas:
         with pytest.raises(RequestError, match="sigmas are"):
             pipe("a cat", sigmas=sigmas)
 
+    def test_another_shift_is_another_schedule(self, pipe) -> None:
+        made = pipe("a cat", seed=5, num_inference_steps=2, time_shift="constant")
+        assert [made.images[0].tobytes()] != quick(pipe, "a cat")
+        assert made.metadata[0]["time_shift"] == "constant"
+        with pytest.raises(RequestError, match="time_shift is 'none'; allowed: reference, const"):
+            pipe("a cat", time_shift="none")
+
 
 class TestCallback:
     def test_it_sees_every_step(self, pipe) -> None:

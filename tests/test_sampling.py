@@ -99,6 +99,14 @@ def test_one_step_cannot_be_stretched_to_a_terminal_level():
         sampling.sigmas(SchedulerConfig(shift_terminal=0.1), 1, 1024)
 
 
+def test_a_constant_shift_knows_no_size():
+    small, large = (sampling.sigmas(KLEIN, 4, n, time_shift="constant") for n in (1024, 8100))
+    np.testing.assert_array_equal(small, large)
+    levels = np.array([1, 0.75, 0.5, 0.25])
+    factor = np.exp(2.02)
+    np.testing.assert_allclose(small[:-1], factor / (factor + 1 / levels - 1), rtol=1e-6)
+
+
 def test_position_ids():
     assert sampling.text_ids(3).tolist() == [[0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 2]]
     assert sampling.image_ids(2, 3).tolist() == [

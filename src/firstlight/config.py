@@ -238,6 +238,12 @@ class PictureConfig(Settings):
     negative_prompt: str | None = setting(
         None, TEXT, "What to steer away from; needs a base model (guidance above 1)."
     )
+    time_shift: Literal["reference", "constant"] = setting(
+        "reference",
+        one_of("reference", "constant"),
+        "Schedule: the reference's, which depends on the size and jumps at 4300 tokens (about "
+        "1049x1049 pixels), or the same for all sizes.",
+    )
     seed: int | None = setting(
         None,
         whole_number(0, MAX_SEED),

@@ -222,7 +222,11 @@ class _Call:
         request, programs = self.request, self.engine.programs
         rows, columns = programs.grid(*self.size)
         levels = sampling.sigmas(
-            self.engine.scheduler, request.num_inference_steps, rows * columns, request.sigmas
+            self.engine.scheduler,
+            request.num_inference_steps,
+            rows * columns,
+            request.sigmas,
+            request.time_shift,
         )
         if request.inpaint is not None:
             levels = levels[request.inpaint.first_step(len(levels) - 1) :]

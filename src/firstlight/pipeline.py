@@ -190,6 +190,7 @@ class Pipeline:
         output_type: str = "pil",
         callback_on_step_end: Any = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
+        time_shift: str = "reference",
     ) -> Result:
         """Make pictures. Arguments are named as in diffusers; defaults follow the model.
 
@@ -225,6 +226,8 @@ class Pipeline:
                 "prompt_embeds" (B, T, J), and "preview", a list of PIL images of an eighth of the
                 size that show what the pictures are becoming. Setting `pipe.interrupt` skips the
                 remaining steps.
+            time_shift: "reference", whose schedule depends on the picture's size and jumps at 4300
+                tokens (about 1049 x 1049), or "constant", the same for all sizes.
             output_type: "pil", "np" or "latent" (see `Result`).
 
         Raises:
@@ -309,6 +312,8 @@ class Pipeline:
             made["source"] = _digest(request.inpaint.source)
         if request.sigmas is not None:
             made["sigmas"] = list(request.sigmas)
+        if request.time_shift != "reference":
+            made["time_shift"] = request.time_shift
         if request.prompt_embeds is not None:
             made["prompt"] = None
         return made

@@ -17,7 +17,7 @@ from firstlight.errors import FirstlightWarning, RequestError
 from firstlight.inpaint import Inpaint
 from firstlight.models.variants import Variant
 from firstlight.references import MAX_REFERENCES, per_prompt, prepare
-from firstlight.sampling import check_size
+from firstlight.sampling import TIME_SHIFTS, check_size
 
 MAX_STEPS = 1000
 MAX_TOKENS = 16384
@@ -66,6 +66,7 @@ class Request:
     negative_prompt_embeds: np.ndarray | None = None
     references: tuple[tuple[np.ndarray, ...], ...] = ()
     inpaint: Inpaint | None = None
+    time_shift: str = "reference"
 
     @property
     def guided(self) -> bool:
@@ -102,6 +103,7 @@ def complete(
     max_sequence_length: int | None = None,
     output_type: str = "pil",
     paste_back: bool = False,
+    time_shift: str = "reference",
 ) -> Request:
     """Check a call's arguments and fill in the model's defaults. Raises RequestError.
 
@@ -133,6 +135,8 @@ def complete(
     length = limits.max_sequence_length if max_sequence_length is None else max_sequence_length
     if output_type not in OUTPUT_TYPES:
         raise RequestError(f"output_type is {output_type!r}; allowed: {', '.join(OUTPUT_TYPES)}")
+    if time_shift not in TIME_SHIFTS:
+        raise RequestError(f"time_shift is {time_shift!r}; allowed: {', '.join(TIME_SHIFTS)}")
     grid = (height // limits.pixel_multiple, width // limits.pixel_multiple)
     pictures = given * count
     steps = _integer("num_inference_steps", steps, 1, MAX_STEPS)
@@ -155,6 +159,7 @@ def complete(
         negative_prompt_embeds=None if negative is None else negative.repeat(count, axis=0),
         references=_each(references, count),
         inpaint=source,
+        time_shift=time_shift,
     )
 
 

@@ -74,15 +74,24 @@ def mu(tokens: int, num_inference_steps: int) -> float:
     return slope * num_inference_steps + m200 - 200.0 * slope
 
 
+TIME_SHIFTS = ("reference", "constant")
+
+CONSTANT_MU = 2.02
+"""The shift that other programs use for every size: near the reference's at one megapixel and 50
+steps, and without its jump."""
+
+
 def sigmas(
     cfg: SchedulerConfig,
     num_inference_steps: int,
     tokens: int,
     custom: Sequence[float] | None = None,
+    time_shift: str = "reference",
 ) -> np.ndarray:
     """Noise levels of the steps, float32, ending in an appended 0.
 
-    `custom` replaces the even spacing from 1 to 1/steps; it is shifted too. Reference:
+    `custom` replaces the even spacing from 1 to 1/steps; it is shifted too. `time_shift` is one of
+    `TIME_SHIFTS`: "constant" shifts pictures of all sizes alike. Reference:
     diffusers FlowMatchEulerDiscreteScheduler.set_timesteps.
 
     Raises RequestError where the schedule stretches to a terminal level and has one step only:
@@ -95,7 +104,7 @@ def sigmas(
         shift = np.float32(cfg.shift)
         levels = shift * levels / (1 + (shift - 1) * levels)
     else:
-        shift = mu(tokens, steps)
+        shift = mu(tokens, steps) if time_shift == "reference" else CONSTANT_MU
         factor = np.float32(math.exp(shift) if cfg.time_shift_type == "exponential" else shift)
         levels = factor / (factor + (1 / levels - 1))
     if cfg.shift_terminal is not None:

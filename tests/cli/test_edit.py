@@ -18,7 +18,7 @@ def pictures(command):
 def conditions(command) -> dict:
     usual = {
         "prompt", "height", "width", "num_inference_steps", "guidance_scale", "negative_prompt",
-        "num_images_per_prompt", "max_sequence_length", "seed",
+        "num_images_per_prompt", "max_sequence_length", "seed", "time_shift",
     }  # fmt: skip
     return {name: value for name, value in command.request.items() if name not in usual}
 

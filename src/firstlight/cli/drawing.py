@@ -50,6 +50,7 @@ class Job:
             "num_inference_steps": picture.steps,
             "guidance_scale": picture.guidance,
             "negative_prompt": picture.negative_prompt,
+            "time_shift": picture.time_shift,
             "num_images_per_prompt": picture.num_images,
             "max_sequence_length": picture.max_sequence_length,
             **self.conditions,

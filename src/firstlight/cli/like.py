@@ -21,6 +21,7 @@ SETTINGS = {
     "guidance_scale": "guidance",
     "negative_prompt": "negative_prompt",
     "vae_tiling": "vae_tiling",
+    "time_shift": "time_shift",
     "width": "width",
     "height": "height",
     "max_sequence_length": "max_sequence_length",
