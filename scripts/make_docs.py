@@ -62,9 +62,9 @@ path, a tab, and its seed. With `--json` it prints one document instead:
 - `timings`: the seconds since the process started. `critical_path` is a list of (name, seconds)
   that adds up to `total`: what the run had to wait for, one thing after the other, with every wait
   replaced by the work that was waited for; `unexplained` is the part that nothing covers and
-  `limited_by` the longest. `spans` is all that went on, in lanes that overlap, with facts (bytes and
-  bytes per second of reads, hit or miss of kept programs and why). `memory` says what the parameters
-  need and what is free, `stages` what the pictures took;
+  `limited_by` the longest. `spans` is all that went on, in lanes that overlap, with facts (bytes
+  and bytes per second of reads, hit or miss of kept programs and why). `memory` says what the
+  parameters need and what is free, `stages` what the pictures took;
 - `repeat`: the `seconds` of each repetition, their `min` and `median`.
 
 Exit codes: 0 success, 1 failure, 2 wrong usage or setting, 130 interrupted with Ctrl-C. A failure

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from firstlight import Pipeline
 from firstlight.errors import FirstlightWarning
@@ -43,6 +44,7 @@ def run(pipe: Pipeline, name: str, output_type: str) -> np.ndarray:
             width=16 * noise.shape[3],
             num_inference_steps=case.get("steps"),
             output_type=output_type,
+            image=[Image.fromarray(expected(n)["image"]) for n in case.get("images", [])] or None,
         )
     return np.asarray(made.images[0])
 
