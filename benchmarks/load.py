@@ -48,8 +48,8 @@ def ours(folder: str, component: str) -> dict[str, float]:
 
 
 def raw(folder: str, component: str) -> dict[str, float]:
-    from firstlight.bench.storage import raw_read
     from firstlight.weights.folder import open_model
+    from firstlight.weights.storage import raw_read
 
     nbytes, seconds = raw_read(open_model(folder, dtype="bfloat16").plans[component])
     return {"seconds": seconds, "bytes": nbytes, "peak": 0}
@@ -57,7 +57,7 @@ def raw(folder: str, component: str) -> dict[str, float]:
 
 def prepare(folder: Path, component: str, *, cold: bool, touch: bool) -> None:
     """Only this component's files in the file cache, or none at all; memory that was used."""
-    from firstlight.bench.storage import evict
+    from firstlight.weights.storage import evict
 
     for other in COMPONENTS:
         evict(sorted((folder / other).glob("*.safetensors")))

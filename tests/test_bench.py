@@ -13,11 +13,12 @@ import pytest
 import tiny
 from reading import all_of, assert_same_bits
 
-from firstlight.bench import make, storage
+from firstlight.bench import make
 from firstlight.bench.cold import FIRST, SECOND, ColdRun, lines, measure, summary
 from firstlight.bench.make import make_checkpoint, tensor_shapes
 from firstlight.bench.real_sizes import REAL_SIZES
 from firstlight.errors import ConfigError
+from firstlight.weights import storage
 from firstlight.weights.folder import open_model
 
 

@@ -61,9 +61,10 @@ GENERATE = [
     ("profile", "", "a path"),
 ]
 EDIT = [
-    ("inputs", "cat.png", "a list of prompts"),
+    ("inputs", "cat.png", "names of pictures"),
     ("mask", "", "a path"),
-    ("strength", -0.5, "at least 0"),
+    ("strength", -0.5, "from 0 to 1"),
+    ("strength", 1.5, "from 0 to 1"),
     ("padding_mask_crop", -1, "at least 0"),
     ("reference", ("",), "none of them blank"),
     ("paste_back", 1, "true or false"),

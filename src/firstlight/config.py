@@ -58,7 +58,12 @@ def _is_number(value: Any) -> bool:
 TEXT = Allowed(_is_text, "text that is not blank")
 PATH = Allowed(lambda value: isinstance(value, (str, Path)) and bool(str(value)), "a path")
 FLAG = Allowed(lambda value: isinstance(value, bool), "true or false")
+FRACTION = Allowed(lambda value: _is_number(value) and value <= 1, "a number from 0 to 1")
 NUMBER = Allowed(_is_number, "a finite number of at least 0")
+NAMES = Allowed(
+    lambda value: isinstance(value, tuple) and all(map(_is_text, value)),
+    "names of pictures (and a text), none of them blank,",
+)
 PROMPTS = Allowed(
     lambda value: isinstance(value, tuple) and all(map(_is_text, value)),
     "a list of prompts, none of them blank,",
@@ -205,7 +210,7 @@ class _Inputs(Settings):
 
     inputs: tuple[str, ...] = setting(
         (),
-        PROMPTS,
+        NAMES,
         "One or more pictures, in order, and what to do with them: the last one is the text.",
         keyword=False,
     )
@@ -283,7 +288,7 @@ class EditConfig(PictureConfig, _Inputs):
     )
     strength: float | None = setting(
         None,
-        NUMBER,
+        FRACTION,
         "How far the picture is taken back into noise, 0 to 1: with a mask 0.8, else not at all "
         "(it is a reference).",
     )
@@ -293,7 +298,7 @@ class EditConfig(PictureConfig, _Inputs):
         "Work on the masked part with this many pixels around it, enlarged, and paste it back.",
     )
     reference: tuple[str, ...] = setting(
-        (), PROMPTS, "Further pictures to go by, with --mask or --strength."
+        (), NAMES, "Further pictures to go by, with --mask or --strength."
     )
     paste_back: bool = setting(
         True, FLAG, "Keep pixels bit for bit where the mask is black, at sharp edges."

@@ -102,10 +102,13 @@ class TestLocal:
         found = ask(str(source), block=True)
         assert found["path"] == str(source) and not found["hub imported"]
 
-    def test_a_folder_wins_over_every_name(self, ask, tmp_path: Path) -> None:
-        for name in ("demo", "klein-4b", REPO):
+    def test_a_folder_wins_over_every_name_but_demo(self, ask, tmp_path: Path) -> None:
+        for name in ("klein-4b", REPO):
             (tmp_path / name).mkdir(parents=True)
             assert ask(name, block=True)["path"] == name
+        (tmp_path / "demo").mkdir()  # must not break the default; ./demo means the folder
+        assert ask("demo", block=True)["path"] == str(DEMO_FOLDER)
+        assert ask("./demo", block=True)["path"] == "demo"
 
     def test_the_home_folder_may_be_abbreviated(self, tmp_path: Path, monkeypatch) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))

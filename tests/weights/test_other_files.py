@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from reading import all_of, assert_same_bits
 from safetensors.numpy import load_file, save_file
 
 from firstlight.errors import CheckpointError
-from firstlight.weights.folder import open_model
+from firstlight.weights.folder import missing_files, open_model
 
 FP8 = ml_dtypes.float8_e4m3fn
 PREFIX = "model.diffusion_model."
@@ -179,7 +180,6 @@ def to_nvfp4(tensors: dict[str, np.ndarray]) -> tuple[dict, dict]:
 
 def save(path: Path, tensors: dict[str, np.ndarray], fp8: tuple[str, ...]) -> None:
     """safetensors' NumPy functions know no fp8: written as bytes, and renamed in the header."""
-    import json
     import struct
 
     save_file(tensors, path)
@@ -256,3 +256,46 @@ def test_folders_of_components(folder: Path, tmp_path: Path) -> None:
     for path, value in found.items():
         wanted = own if path.startswith("transformer.") else others
         assert value.tobytes() == wanted[path].tobytes()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_variants_in_file_names(folder: Path, tmp_path: Path, shards: int) -> None:
+    made = tiny.write_model(tmp_path / "m", shards=shards, **WIDE)
+    stem = tiny.STEMS["transformer"]
+    for path in list((made / "transformer").glob(f"{stem}*")):
+        name = path.name.replace(stem, f"{stem}.fp16", 1)
+        if path.suffix == ".json":
+            name = f"{stem}.safetensors.index.fp16.json"
+            path.write_text(path.read_text().replace(f"{stem}-", f"{stem}.fp16-"))
+        path.rename(path.with_name(name))
+    wanted = all_of(open_model(folder, dtype="float32"))
+    assert_same_bits(all_of(open_model(made, dtype="float32")), wanted)
+
+
+def test_two_variants_are_ambiguous(tmp_path: Path) -> None:
+    made = tiny.write_model(tmp_path / "m", **WIDE)
+    plain = made / "transformer" / f"{tiny.STEMS['transformer']}.safetensors"
+    for variant in ("fp16", "bf16"):
+        (plain.with_name(f"{plain.stem}.{variant}.safetensors")).write_bytes(plain.read_bytes())
+    open_model(made, dtype="float32")  # the plain one is meant
+    plain.unlink()
+    with pytest.raises(CheckpointError, match="is missing, and so is"):
+        open_model(made, dtype="float32")
+
+
+@pytest.mark.parametrize("distilled", [True, False])
+def test_an_index_of_a_modular_pipeline(folder: Path, tmp_path: Path, distilled: bool) -> None:
+    made = tiny.write_model(tmp_path / "m", **WIDE)
+    keys = json.loads((made / "model_index.json").read_text())
+    components = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
+    index = {name: value for name, value in keys.items() if name not in components}
+    del index["_class_name"]
+    for name in components:
+        index[name] = [None, None, {"pretrained_model_name_or_path": "x/y", "subfolder": name}]
+    index |= {"_blocks_class_name": "Flux2KleinAutoBlocks", "is_distilled": distilled}
+    (made / "modular_model_index.json").write_text(json.dumps(index))
+    (made / "model_index.json").unlink()
+    assert missing_files(made) == []
+    model = open_model(made, dtype="float32")
+    assert model.is_distilled is distilled and model.class_name == "Flux2KleinPipeline"
+    assert_same_bits(all_of(model), all_of(open_model(folder, dtype="float32")))

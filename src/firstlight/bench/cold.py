@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from firstlight.bench import storage
 from firstlight.errors import FirstlightError
+from firstlight.weights import storage
 from firstlight.weights.folder import open_model
 from firstlight.weights.hub import resolve
 from firstlight.weights.loading import needed

@@ -89,7 +89,17 @@ def open_file(path: Path) -> Component:
 
 
 def _candidates(folder: Path, stem: str) -> tuple[Path, Path]:
-    return folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+    """The single file and the index, under their plain names or, where neither is there and there
+    is only one, under those of a variant (`<stem>.fp16.safetensors`)."""
+    single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+    if not single.is_file() and not index.is_file() and folder.is_dir():
+        patterns = (f"{stem}.*.safetensors", f"{stem}.safetensors.index.*.json")
+        found = [p for pattern in patterns for p in folder.glob(pattern) if "-of-" not in p.name]
+        if len(found) == 1 and found[0].suffix == ".json":
+            return single, found[0]
+        if len(found) == 1:
+            return found[0], index
+    return single, index
 
 
 def _hint(folder: Path) -> str:

@@ -23,6 +23,9 @@ from firstlight.weights.reader import short
 from firstlight.weights.rules import Rule
 
 INDEX = "model_index.json"
+MODULAR_INDEX = "modular_model_index.json"
+"""What repositories of modular pipelines have instead."""
+
 CONFIGS = {
     "scheduler": "scheduler/scheduler_config.json",
     "text_encoder": "text_encoder/config.json",
@@ -111,7 +114,10 @@ def missing_files(folder: Path) -> list[str]:
             names += [f"{component}/{file}" for file in weight_files(folder / component, stem)]
         except CheckpointError:
             continue  # an index that is there but damaged: `open_model` says so
-    return [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if (folder / MODULAR_INDEX).is_file():
+        missing = [name for name in missing if name != INDEX]
+    return missing
 
 
 def open_model(
@@ -183,7 +189,7 @@ class _Opening:
         if not path.is_dir():
             self.faults.append(f"{path} is {'not a folder' if path.exists() else 'not there'}")
             return
-        if not any((path / name).exists() for name in (INDEX, *CLASSES)):
+        if not any((path / name).exists() for name in (INDEX, MODULAR_INDEX, *CLASSES)):
             self.faults.append(f"{path} holds no model in diffusers' layout: {INDEX} is missing")
             return
         attempt = self.faults.attempt
@@ -268,16 +274,21 @@ def _own_names(component: str, files: Component) -> Callable[[Any], list[Rule]] 
 
 def _read_index(path: Path, faults: list[str]) -> _Index:
     """Faults of single keys go to `faults`; raises CheckpointError if there is no JSON object."""
-    f = Fields(_read_json(path / INDEX), INDEX)
-    class_name = f.data.get("_class_name")
+    modular = (path / MODULAR_INDEX).is_file() and not (path / INDEX).is_file()
+    file = MODULAR_INDEX if modular else INDEX
+    f = Fields(_read_json(path / file), file)
+    # Modular ones name blocks instead of a pipeline, and components by repository and folder.
+    class_name = variants.PIPELINE_CLASSES[0] if modular else f.data.get("_class_name")
     if class_name not in variants.PIPELINE_CLASSES:
         f.fault(
             "_class_name", class_name, f"one of {', '.join(variants.PIPELINE_CLASSES)} is needed"
         )
     for component, allowed in CLASSES.items():
         named = f.data.get(component)
-        if component in f.data and not (
-            isinstance(named, list) and len(named) == 2 and named[1] in allowed
+        if (
+            component in f.data
+            and not modular
+            and not (isinstance(named, list) and len(named) == 2 and named[1] in allowed)
         ):
             f.fault(component, named, f"one of {', '.join(allowed)} is needed")
     others = len(f.problems)
@@ -294,7 +305,7 @@ def _read_index(path: Path, faults: list[str]) -> _Index:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    where = path.name if path.name == INDEX else short(path)
+    where = path.name if path.name in (INDEX, MODULAR_INDEX) else short(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

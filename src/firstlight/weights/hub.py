@@ -73,12 +73,14 @@ def resolve(
 
 
 def _local(model: str) -> Path | None:
+    if model == DEMO:  # a folder of this name in the current one is ./demo
+        return DEMO_FOLDER
     path = Path(os.path.expanduser(model)) if model else None
     if path is not None and path.is_dir():
         return path
     if path is not None and path.is_file():
         raise CheckpointError(f"model is {model!r}, a file; give the model's folder")
-    return DEMO_FOLDER if model == DEMO else None
+    return None
 
 
 def _cached(repo: str, revision: str | None, cache_dir: str | Path | None) -> Path | None:

@@ -17,6 +17,7 @@ from firstlight.weights.folder import ModelFolder, open_model
 from firstlight.weights.hub import resolve
 from firstlight.weights.load import STAGING_BYTES, Counter, Reading
 from firstlight.weights.plan import Plan, merged
+from firstlight.weights.storage import recall
 
 RESOLVE = "resolve"
 """Name of the span in which the model is found and its headers are checked."""
@@ -113,6 +114,8 @@ class Loading:
                 found = resolve(model, **where, progress=self._progress)
                 folder = open_model(found.path, name=found.name, revision=found.revision, **how)
             self.timeline.note("stored_bytes", folder.stored_bytes)
+            if (raw := recall(folder.path)) is not None:
+                self.timeline.note("raw_read_bytes_per_second", raw)
             self._folder.set_result(folder)
         except BaseException as error:
             self._folder.set_exception(error)
