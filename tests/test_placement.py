@@ -16,6 +16,7 @@ from reading import assert_same_bits, read
 
 from firstlight import placement
 from firstlight.compile import Compiler
+from firstlight.errors import CheckpointError
 from firstlight.executable_cache import ExecutableCache
 from firstlight.models.params import named_leaves
 from firstlight.placement import place, put_copy
@@ -187,3 +188,18 @@ def test_waiting_for_slow_reads_is_on_the_critical_path(folder: Path, monkeypatc
     seconds = by_name(timeline.critical_path())
     assert max(seconds, key=lambda name: seconds[name]) == "read text_encoder"
     assert seconds["read text_encoder"] >= 0.01 * len(plan.pieces) * 0.9
+
+
+def test_a_failure_stops_the_reading(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """No thread goes on, and no file stays open."""
+    copy = tiny.write_model(tmp_path / "m")
+    model = open_model(copy, dtype="float32")
+    before = len(os.listdir("/proc/self/fd"))
+    reading = Reading(model.plans["transformer"], budget=1)
+    path = copy / "transformer" / "diffusion_pytorch_model.safetensors"
+    os.truncate(path, 20_000)
+    shardings = param_shardings(model.specs["transformer"], MESH)
+    with pytest.raises(CheckpointError, match="was changed while it was being loaded"):
+        place(reading, shardings, Compiler(MESH, None), Timeline.from_now())
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not [t for t in threading.enumerate() if t.name.startswith("firstlight-read")]

@@ -74,6 +74,9 @@ def test_offloaded_memory_is_free_and_comes_back(expected: dict[str, bytes]) -> 
     again = pipe(PROMPT, seed=3, num_inference_steps=2)
     assert again.images[0].tobytes() == expected[PROMPT]
     assert not encoder_alive(pipe) and "transformer" in pipe._engine.weights.trees
+    spans = len(pipe.timeline.spans)
+    pipe("a cat", seed=3, num_inference_steps=1)
+    assert len(pipe.timeline.spans) == spans  # a server's account does not grow
 
 
 def test_where_all_of_it_does_not_fit_it_takes_turns(expected, monkeypatch) -> None:

@@ -76,10 +76,14 @@ def place(
         placing = _Whole(reading, lambda p, array: jax.device_put(array, where[p]), lift=True)
     else:
         placing = _Staged(reading, where, compiler, put or put_copy)
-    with timeline.span("place"):
-        while (part := _next(reading, placing, timeline)) is not None:
-            placing.add(part)
-        arrays = placing.finish()
+    try:
+        with timeline.span("place"):
+            while (part := _next(reading, placing, timeline)) is not None:
+                placing.add(part)
+            arrays = placing.finish()
+    except BaseException:
+        reading.close()  # or its threads would go on reading for nobody
+        raise
     return map_leaves(lambda path, _: arrays[path], shardings)
 
 

@@ -24,6 +24,7 @@ from firstlight.progress import Progress
 from firstlight.request import Limits, Request
 from firstlight.residency import Residency
 from firstlight.sharding import make_mesh, param_shardings, parse_mesh
+from firstlight.timeline import Timeline
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.boxes import overread, restricted
 from firstlight.weights.folder import ModelFolder
@@ -160,16 +161,21 @@ def _residency(
     # Of several hosts, each reads what its own devices hold.
     alone = jax.process_count() == 1
 
+    ready = False
+
     def load(names: tuple[str, ...]) -> dict[str, Any]:
+        nonlocal ready
+        # The account of the start must not grow with what is read again for later prompts.
+        account, ready = Timeline.from_now() if ready else timeline, True
         where = {name: shardings[name] for name in names}
         if alone:
             reading = loading.take_reading() if set(names) == set(specs) else None
-            reading = reading or Reading(needed(folder, names), timeline=timeline)
-            return place(reading, where, compiler, timeline)
+            reading = reading or Reading(needed(folder, names), timeline=account)
+            return place(reading, where, compiler, account)
         mine = {name: every[name] for name in names}
         plan = restricted(needed(folder, names), local_boxes(mine, where))
         timeline.note("overread_bytes", overread(plan))
-        return place(Reading(plan, timeline=timeline), where, compiler, timeline, specs=mine)
+        return place(Reading(plan, timeline=account), where, compiler, account, specs=mine)
 
     if policy == "swap" or not alone:
         loading.close()
