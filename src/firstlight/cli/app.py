@@ -28,6 +28,15 @@ EngineArgs = Annotated[EngineConfig, Parameter(name="*", group=_MODEL)]
 ReportArgs = Annotated[ReportConfig, Parameter(name="*", group=Group("Report", sort_key=4))]
 
 
+ConfigFile = Annotated[
+    Path | None,
+    Parameter(
+        group=_FILES,
+        help="Read settings from this YAML file; its keys are the names of the flags.",
+    ),
+]
+
+
 def generate(
     picture: GenerateArgs = GenerateConfig(),  # noqa: B008 (frozen)
     *,
@@ -38,13 +47,7 @@ def generate(
             help="Make this picture again from the settings stored in it; flags win over them.",
         ),
     ] = None,
-    config: Annotated[
-        Path | None,
-        Parameter(
-            group=_FILES,
-            help="Read settings from this YAML file; its keys are the names of the flags.",
-        ),
-    ] = None,
+    config: ConfigFile = None,
     engine: EngineArgs = EngineConfig(),  # noqa: B008 (frozen)
     report: ReportArgs = ReportConfig(),  # noqa: B008 (frozen)
 ) -> None:
@@ -63,13 +66,7 @@ def generate(
 def edit(
     edit: EditArgs = EditConfig(),  # noqa: B008 (frozen)
     *,
-    config: Annotated[
-        Path | None,
-        Parameter(
-            group=_FILES,
-            help="Read settings from this YAML file; its keys are the names of the flags.",
-        ),
-    ] = None,
+    config: ConfigFile = None,
     engine: EngineArgs = EngineConfig(),  # noqa: B008 (frozen)
     report: ReportArgs = ReportConfig(),  # noqa: B008 (frozen)
 ) -> None:
