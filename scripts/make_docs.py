@@ -61,7 +61,9 @@ path, a tab, and its seed. With `--json` it prints one document instead:
 - `images`: a list of `path`, `seed`, `prompt` and `metadata` (what the PNG file carries);
 - `timings`: the seconds since the process started. `critical_path` is a list of (name, seconds)
   that adds up to `total`: what the run had to wait for, one thing after the other, with every wait
-  replaced by the work that was waited for; `unexplained` is the part that nothing covers and
+  replaced by the work that was waited for. It begins with `process start`, from the moment when the
+  operating system started the process (a shell that replaced itself by firstlight with `exec`
+  included) to firstlight's first line; `unexplained` is the part that nothing covers and
   `limited_by` the longest. `spans` is all that went on, in lanes that overlap, with facts (bytes
   and bytes per second of reads, hit or miss of kept programs and why). `memory` says what the
   parameters need and what is free, `stages` what the pictures took;
