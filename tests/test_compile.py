@@ -142,9 +142,10 @@ class TestCache:
         assert_same_bits(values(again), good)
         assert Compiler(MESH, cache).submit(program()).result().from_cache
 
-    def test_unloadable_entry_is_dropped(self, cache: ExecutableCache) -> None:
+    @pytest.mark.parametrize("payload", [b"\x80\x04N.", b"", b"\x80\x04cfoo\nbar\n."])
+    def test_unloadable_entry_is_dropped(self, cache: ExecutableCache, payload: bytes) -> None:
         """Intact bytes that are no executable of this jax."""
-        cache.write(program_key(program(), MESH), b"\x80\x04N.", {})
+        cache.write(program_key(program(), MESH), payload, {})
         compiler = Compiler(MESH, cache)
         with pytest.warns(FirstlightWarning, match="cannot be loaded"):
             compiler.submit(program()).result()
@@ -213,6 +214,22 @@ class TestRoom:
         count, nbytes = cache.clear()
         assert count == 3 and nbytes > 3000
         assert cache.entries() == [] and list(tmp_path.iterdir()) == []
+
+    def test_only_entries_are_removed(self, tmp_path: Path) -> None:
+        cache = self.fill(tmp_path, "ab", 10**9)
+        (tmp_path / "setup.exe").write_bytes(b"somebody else's" * 1000)
+        (tmp_path / "folder.exe").mkdir()
+        ExecutableCache(tmp_path, 1300).write("c", b"x" * 1000, {"program": "c"})
+        assert [entry.key for entry in cache.entries()] == ["c"]
+        assert cache.clear()[0] == 1
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.exe", "setup.exe"]
+
+    def test_a_length_that_cannot_be(self, tmp_path: Path) -> None:
+        cache = self.fill(tmp_path, "a", 10**9)
+        content = bytearray((tmp_path / "a.exe").read_bytes())
+        content[24 + 32 : 24 + 40] = b"\xff" * 8
+        (tmp_path / "a.exe").write_bytes(content)
+        assert cache.entries() == []
 
 
 class TestExplain:

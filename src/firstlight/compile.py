@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +35,12 @@ def compiler_options(platform: str) -> dict[str, Any]:
         options["xla_disable_hlo_passes"] = "while-loop-invariant-code-motion"
     return options
 
+
+UNLOADABLE = (
+    ValueError, TypeError, LookupError, EOFError, AttributeError, ImportError,
+    pickle.UnpicklingError,
+)  # fmt: skip
+"""What reading an executable of another kind may raise."""
 
 JAX_SETTINGS = (
     "jax_enable_x64",
@@ -197,7 +204,7 @@ class Compiler:
             return serialize_executable.deserialize_and_load(
                 payload, inputs, outputs, execution_devices=list(self.mesh.devices.flat)
             )
-        except (ValueError, TypeError, KeyError, EOFError, jax.errors.JaxRuntimeError) as error:
+        except (*UNLOADABLE, jax.errors.JaxRuntimeError) as error:
             self.cache.drop(key, f"it cannot be loaded ({type(error).__name__}: {error})")
             return None
 

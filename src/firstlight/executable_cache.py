@@ -23,7 +23,8 @@ from typing import Any
 from firstlight.errors import ConfigError, FirstlightWarning
 from firstlight.files import draft
 
-MAGIC = b"firstlight executable 2\n"
+_KIND = b"firstlight executable "
+MAGIC = _KIND + b"2\n"
 _HEAD = len(MAGIC) + 32 + 8
 
 FOLDER_VARIABLE = "FIRSTLIGHT_EXECUTABLE_CACHE"
@@ -71,8 +72,12 @@ class ExecutableCache:
 
         Raises ConfigError if the environment's size limit is no number.
         """
-        folder = default_folder() if folder is None else folder
         limit = size_limit()
+        try:
+            folder = default_folder() if folder is None else folder.expanduser()
+        except RuntimeError as error:
+            _warn(f"compiled programs are not kept: {error}")
+            return None
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.stat()
@@ -127,18 +132,19 @@ class ExecutableCache:
     def drop(self, key: str, reason: str) -> None:
         """Remove an unusable entry and say so once; the program is then compiled afresh."""
         path = self._path(key)
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it may lie where nothing can be removed
+            path.unlink(missing_ok=True)
         _warn(f"the kept program {path.name} is dropped: {reason}; it is compiled afresh")
 
     def entries(self) -> list[Entry]:
         """All entries, those used last first; files that are no entries are left out."""
-        found = (self._entry(path) for path in self.folder.glob("*.exe"))
+        found = (self._entry(path) for path in self._files())
         return sorted(filter(None, found), key=lambda entry: entry.used, reverse=True)
 
     def clear(self) -> tuple[int, int]:
         """Remove all entries; returns their number and bytes."""
         count = nbytes = 0
-        for path in self.folder.glob("*.exe"):
+        for path in self._files():
             with contextlib.suppress(FileNotFoundError):
                 size = path.stat().st_size
                 path.unlink()
@@ -160,7 +166,7 @@ class ExecutableCache:
         return min(similar, key=len) if similar else [f"no program {named!r} was kept before"]
 
     def _evict(self, keep: str) -> None:
-        found = [(path, path.stat()) for path in self.folder.glob("*.exe")]
+        found = [(path, path.stat()) for path in self._files()]
         total = sum(status.st_size for _, status in found)
         for path, status in sorted(found, key=lambda pair: pair[1].st_mtime):
             if total <= self.limit:
@@ -169,14 +175,24 @@ class ExecutableCache:
                 path.unlink(missing_ok=True)
                 total -= status.st_size
 
+    def _files(self) -> Iterator[Path]:
+        """Files that begin as entries do, of any version: nothing else is ours to remove."""
+        for path in self.folder.glob("*.exe"):
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                if file.read(len(_KIND)) == _KIND:
+                    yield path
+
     def _entry(self, path: Path) -> Entry | None:
         try:
             with open(path, "rb") as file:
                 head = file.read(_HEAD)
                 if head[: len(MAGIC)] != MAGIC or len(head) < _HEAD:
                     return None
-                fields = json.loads(file.read(_description_bytes(head)))
                 status = os.fstat(file.fileno())
+                length = _description_bytes(head)
+                if length > status.st_size:
+                    return None
+                fields = json.loads(file.read(length))
         except (OSError, ValueError):
             return None
         return Entry(path.stem, status.st_size, status.st_mtime, fields)

@@ -34,14 +34,19 @@ class Draft:
             return
         # A name that the next writer of the same file finds again, if this process dies here.
         aside = path.with_name(f".{path.name}.new")
-        with contextlib.suppress(FileNotFoundError):
-            aside.unlink()
-        try:
-            self._link(aside)
-            os.replace(aside, path)
-        except BaseException:
+        while True:
             aside.unlink(missing_ok=True)
-            raise
+            try:
+                self._link(aside)
+                os.replace(aside, path)
+                return
+            except (FileExistsError, FileNotFoundError):
+                if not path.parent.is_dir():
+                    raise
+                continue  # another process replaces the same file: whoever is last wins
+            except BaseException:
+                aside.unlink(missing_ok=True)
+                raise
 
     def _link(self, path: Path) -> None:
         if self._name is None:

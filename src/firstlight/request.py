@@ -335,6 +335,8 @@ def _prompts(prompt: Any) -> tuple[str, ...]:
     for index, text in enumerate(prompts):
         if not isinstance(text, str):
             raise RequestError(f"prompt {index} is {text!r}; a text is needed")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise RequestError(f"prompt {index} is {text!r}: no valid Unicode (wrong encoding?)")
         if not text.strip():
             raise RequestError(f"prompt {index} is {text!r}: empty or blank; say what to draw")
     return prompts

@@ -58,14 +58,25 @@ def partition(spec: ParamSpec) -> P:
 
 def param_shardings(specs: Any, mesh: Mesh) -> Any:
     """`ParamSpec` tree -> tree of `NamedSharding`."""
-    return map_leaves(lambda _, spec: NamedSharding(mesh, partition(spec)), specs)
+    return map_leaves(lambda path, spec: _sharding(path, spec, mesh), specs)
+
+
+def _sharding(path: str, spec: ParamSpec, mesh: Mesh) -> NamedSharding:
+    split = partition(spec)
+    for size, axis, name in zip(spec.shape, split, spec.axes, strict=True):
+        if axis is not None and size % mesh.shape[axis]:
+            raise ConfigError(
+                f"mesh has {axis}={mesh.shape[axis]}; the {size} {name} of {path} cannot be split "
+                "evenly by it"
+            )
+    return NamedSharding(mesh, split)
 
 
 def abstract_params(specs: Any, mesh: Mesh) -> Any:
     """`ParamSpec` tree -> tree of `jax.ShapeDtypeStruct` with shardings, to compile from."""
     return map_leaves(
-        lambda _, spec: jax.ShapeDtypeStruct(
-            spec.shape, spec.dtype, sharding=NamedSharding(mesh, partition(spec))
+        lambda path, spec: jax.ShapeDtypeStruct(
+            spec.shape, spec.dtype, sharding=_sharding(path, spec, mesh)
         ),
         specs,
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from firstlight import residency
 from firstlight.compile import Compiler, Program
 from firstlight.engine import Engine
 from firstlight.errors import ConfigError
-from firstlight.executable_cache import ExecutableCache
+from firstlight.executable_cache import FOLDER_VARIABLE, ExecutableCache
 from firstlight.models.params import DATA, MODEL
 from firstlight.models.variants import KV_PIPELINE
 from firstlight.placement import local_boxes, place
@@ -93,9 +94,11 @@ def start(loading: Loading, layout: Layout, progress: Progress) -> tuple[ModelFo
 
 def open_cache(where: bool | str | Path | None) -> ExecutableCache | None:
     """The cache in a folder, or in the default one (None, True); False and "off" mean none."""
+    if where is None or where is True:
+        where = os.environ.get(FOLDER_VARIABLE) or None
     if where is False or where == "off":
         return None
-    return ExecutableCache.open(None if where is None or where is True else Path(where))
+    return ExecutableCache.open(None if where is None else Path(where))
 
 
 def architecture(folder: ModelFolder) -> Architecture:

@@ -21,6 +21,11 @@ def main() -> NoReturn:
     # Imports and loading make hardly anything but lasting objects, which the collector would visit
     # again and again; `generate` enables it once they are there.
     gc.disable()
+    import signal
+
+    # An interrupt raised inside an import may leave its locks taken for ever, so the start is ended
+    # on the spot; what can be cleaned up asks for the usual exception (`interruptible`).
+    signal.signal(signal.SIGINT, lambda number, frame: _exit_interrupted())
     try:
         # Not at the top: Ctrl-C during these imports, too, must end in one line.
         import firstlight.cli.process  # noqa: F401 (the clock of the start: first of all)
@@ -32,6 +37,15 @@ def main() -> NoReturn:
     # Spares the interpreter a last walk over every object that jax made: 0.2 s of a start's time.
     gc.freeze()
     sys.exit(code)
+
+
+def interruptible() -> None:
+    """From here on Ctrl-C raises KeyboardInterrupt, so that what was begun can be put in order."""
+    import signal
+    import threading
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _exit_interrupted() -> NoReturn:

@@ -195,7 +195,8 @@ def run(arguments: Sequence[str]) -> int:
         with show_warnings(quiet=report.quiet):
             warn_of_unknown_variables()
             command(*bound.args, **bound.kwargs)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller
+            sys.stdout.flush()
     except Exception as error:
         if report.debug:
             import traceback

@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from firstlight.cli import interruptible
 from firstlight.cli.display import make_display
-from firstlight.config import ModelConfig, ReportConfig
+from firstlight.config import COMPONENT_FILES, ModelConfig, ReportConfig
 from firstlight.errors import ConfigError
 
 
@@ -23,7 +24,14 @@ def run_cold(
     """Measure and print; see `firstlight.bench.cold`."""
     if runs < 1:
         raise ConfigError(f"runs is {runs}; a whole number of at least 1 is needed")
+    for name in ("revision", "is_distilled", "offline", "cache_dir", *COMPONENT_FILES):
+        if getattr(model, name):
+            raise ConfigError(
+                f"{name} has no effect on bench cold; give a model and its dtype only"
+            )
     from firstlight.bench.cold import ColdRun, lines, measure, summary
+
+    interruptible()
 
     flags = [f"--{name}={value}" for name, value in generate.items() if value is not None]
     run = ColdRun(model=model.model, dtype=model.dtype, runs=runs, evict=evict, flags=tuple(flags))
@@ -38,6 +46,8 @@ def run_cold(
 def run_make(folder: Path, size: str, seed: int, report: ReportConfig) -> None:
     """Write the checkpoint and print its folder."""
     from firstlight.bench.make import make_checkpoint
+
+    interruptible()
 
     with make_display(report) as display:
         nbytes = make_checkpoint(

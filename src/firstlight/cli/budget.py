@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from firstlight.timeline import UNEXPLAINED, Span, Timeline, by_name, limit
+from firstlight.timeline import UNEXPLAINED, Segment, Span, Timeline, by_name, limit
 
 
 def account(timeline: Timeline, end: float) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def account(timeline: Timeline, end: float) -> dict[str, Any]:
     raw = timeline.notes.get("raw_read_bytes_per_second")
     return {
         "total": end,
-        "limited_by": limit(path),
+        "limited_by": limit([Segment(_kind(s.name), s.seconds) for s in path]),
         "unexplained": by_name(path).get(UNEXPLAINED, 0.0),
         "critical_path": [[segment.name, segment.seconds] for segment in path],
         "spans": [_span(span, raw) for span in spans if span.end is not None],

@@ -81,7 +81,7 @@ def make_display(report: ReportConfig) -> Display:
     """Choose how progress is shown, from what was asked and from where stderr goes."""
     if report.quiet:
         return Display()
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():
         return Bars()
     return Lines(every=report.verbose)
 

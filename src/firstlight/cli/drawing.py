@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from firstlight.cli import interruptible
 from firstlight.cli.budget import account, one_line, table
 from firstlight.cli.display import Display, make_display
 from firstlight.cli.names import naming
@@ -75,6 +76,7 @@ def run_job(engine: EngineConfig, job: Job, report: ReportConfig) -> None:
     timeline.add(Span(MAIN, "command line", timeline.spans[0].end or 0.0, timeline.clock()))
     with make_display(report) as display:
         pipe = _open_pipeline(engine, job, display, timeline)
+        interruptible()
         gc.freeze()  # what is alive now stays; see main()
         gc.enable()
         saver = Saver(names, picture, timeline, job.total, display.advance)

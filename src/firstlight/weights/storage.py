@@ -78,7 +78,7 @@ def recall(folder: Path) -> float | None:
 def _known() -> dict[str, float]:
     try:
         found = json.loads(_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: no home folder
         return {}
     if not isinstance(found, dict):
         return {}
