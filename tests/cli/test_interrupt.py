@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,23 @@ main()
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (130, "")
     assert result.stderr == "firstlight: interrupted\n"
+
+
+@pytest.mark.parametrize("seconds", [0.15, 0.3, 0.45, 0.6, 0.75])
+def test_ctrl_c_while_things_are_imported(tmp_path, seconds):
+    """An exception raised inside an import would leave its lock taken, and the process waiting."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "firstlight", "generate", "a fox", "--quiet"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    # The very first moments are the interpreter's own, whose traceback nobody can prevent.
+    assert process.returncode in (130, -signal.SIGINT)
+    assert list(tmp_path.iterdir()) == []
+    if process.returncode == 130:
+        assert err == "firstlight: interrupted\n"
