@@ -19,15 +19,9 @@ import time
 
 from measure import peak_memory
 
-KLEIN_4B = dict(
-    in_channels=128,
-    num_layers=5,
-    num_single_layers=20,
-    attention_head_dim=128,
-    num_attention_heads=24,
-    joint_attention_dim=7680,
-    guidance_embeds=False,
-)
+from firstlight.bench.real_sizes import REAL_SIZES
+
+KLEIN_4B = {k: v for k, v in REAL_SIZES["4b"]["transformer"].items() if k != "_class_name"}
 TEXT = 512
 
 
@@ -47,14 +41,10 @@ def ours(size: int, steps: int, dtype: str) -> dict[str, object]:
     mesh = make_mesh()
     arch = Architecture(
         transformer=TransformerConfig.from_json(KLEIN_4B),
-        text_encoder=TextEncoderConfig(
-            hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
-            num_key_value_heads=8, head_dim=128, vocab_size=151936, rms_norm_eps=1e-6,
-            rope_theta=1e6, out_layers=(9, 18, 27),
-        ),
+        text_encoder=TextEncoderConfig.from_json(REAL_SIZES["4b"]["text_encoder"], (9, 18, 27)),
         vae=AutoencoderConfig(),
         dtype=dtype,
-    )  # fmt: skip
+    )
     programs = Programs(arch, mesh, 1)
     start = time.perf_counter()
     step = Compiler(mesh, None).submit(programs.denoise(size, size, TEXT)).result()

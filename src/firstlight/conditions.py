@@ -99,9 +99,8 @@ class References:
 
     def grids(self, row: int) -> Grids:
         """Rows and columns of tokens of each reference of a picture."""
-        multiple = self._engine.programs.arch.vae.pixel_multiple
         pictures = self._request.references[row] if self._request.references else ()
-        return tuple((p.shape[0] // multiple, p.shape[1] // multiple) for p in pictures)
+        return tuple(self._engine.programs.grid(*p.shape[:2]) for p in pictures)
 
     def of(self, rows: list[int]) -> Any:
         """The argument `images` of `Programs.denoise`; the rows' grids must be the same."""
@@ -121,10 +120,10 @@ class References:
 
     def source(self, rows: int) -> jax.Array:
         """Token rows (B, N, 4C) of the picture that a request starts from, the same for `rows`."""
-        inpaint, multiple = self._request.inpaint, self._engine.programs.arch.vae.pixel_multiple
+        inpaint = self._request.inpaint
         assert inpaint is not None
         pictures = [inpaint.source] * rows
-        grid = (inpaint.source.shape[0] // multiple, inpaint.source.shape[1] // multiple)
+        grid = self._engine.programs.grid(*inpaint.source.shape[:2])
         return self._encode(_key(pictures, grid), pictures, grid)
 
     def _extract(self, grids: Grids, tokens: tuple[jax.Array, ...]) -> Any:
@@ -154,6 +153,9 @@ class Kept:
     def __init__(self, engine: Engine, request: Request, references: References) -> None:
         self._engine, self._request, self._references = engine, request, references
         self._batch = engine.programs.batch
+        # Declared once a call, not at every step.
+        size = (request.height, request.width)
+        self._noised, self._keep = engine.programs.noised(*size), engine.programs.keep(*size)
         self._mask: jax.Array | None = None
         self._noise: jax.Array | None = None
         inpaint = request.inpaint
@@ -169,19 +171,15 @@ class Kept:
         self._source = self._references.source(self._batch)
         if self._request.latents is not None:
             return noise
-        noised = self._ready("noised")
+        noised = self._engine.ready(self._noised)
         return noised(noise, self._source, self._level(sigma))[0]
 
     def after_step(self, x: jax.Array, sigma: np.ndarray) -> jax.Array:
         """What is not to be repainted is the source again, at this noise level."""
         if self._mask is None:
             return x
-        return self._ready("keep")(x, self._noise, self._source, self._mask, self._level(sigma))[0]
-
-    def _ready(self, name: str) -> Any:
-        programs = self._engine.programs
-        program = getattr(programs, name)(self._request.height, self._request.width)
-        return self._engine.ready(program)
+        keep = self._engine.ready(self._keep)
+        return keep(x, self._noise, self._source, self._mask, self._level(sigma))[0]
 
     def _level(self, sigma: np.ndarray) -> jax.Array:
         return self._engine.put(np.asarray(sigma, np.float32), sharded=False)

@@ -49,6 +49,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(_is_text, value))
+
+
 def _is_number(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
@@ -60,14 +64,8 @@ PATH = Allowed(lambda value: isinstance(value, (str, Path)) and bool(str(value))
 FLAG = Allowed(lambda value: isinstance(value, bool), "true or false")
 FRACTION = Allowed(lambda value: _is_number(value) and value <= 1, "a number from 0 to 1")
 NUMBER = Allowed(_is_number, "a finite number of at least 0")
-NAMES = Allowed(
-    lambda value: isinstance(value, tuple) and all(map(_is_text, value)),
-    "names of pictures (and a text), none of them blank,",
-)
-PROMPTS = Allowed(
-    lambda value: isinstance(value, tuple) and all(map(_is_text, value)),
-    "a list of prompts, none of them blank,",
-)
+NAMES = Allowed(_are_texts, "names of pictures (and a text), none of them blank,")
+PROMPTS = Allowed(_are_texts, "a list of prompts, none of them blank,")
 
 
 def setting(default: Any, allowed: Allowed, text: str, *, keyword: bool = True) -> Any:

@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,21 @@ def cpu_description() -> str:
 def cpu_multiplies_bfloat16() -> bool:
     """Does this CPU have instructions for bfloat16 products (AVX512-BF16, AMX, Arm BF16)?"""
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(_cpu_flags().split())
+
+
+def differences(
+    before: Any, now: Any, *, absent: str, joint: str, name: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """(name, value then, value now) of each field that differs between two JSON-able values; names
+    of nested fields are put together by `joint`, and `absent` stands for a field that is not there.
+    """
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted({*before, *now}):
+            inner = f"{name}{joint}{key}" if name else str(key)
+            pair = before.get(key, absent), now.get(key, absent)
+            yield from differences(*pair, absent=absent, joint=joint, name=inner)
+    elif before != now:
+        yield name, before, now
 
 
 def device_kind(device: Any) -> str:

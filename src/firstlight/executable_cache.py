@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from firstlight.environment import differences
 from firstlight.errors import ConfigError, FirstlightWarning
 from firstlight.files import draft
 
@@ -159,7 +160,7 @@ class ExecutableCache:
         fields = json.loads(json.dumps(fields))  # as it is stored
         named = fields.get("program")
         similar = [
-            list(differences(entry.fields, fields))
+            _differences(entry.fields, fields)
             for entry in self.entries()
             if entry.fields.get("program") == named
         ]
@@ -201,14 +202,10 @@ class ExecutableCache:
         return self.folder / f"{key}.exe"
 
 
-def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+def _differences(before: Any, now: Any) -> list[str]:
     """One line for each field that differs: `versions.jax: 0.10.2 then, 0.11.0 now`."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted({*before, *now}):
-            inner = f"{name}.{key}" if name else str(key)
-            yield from differences(before.get(key, "absent"), now.get(key, "absent"), inner)
-    elif before != now:
-        yield f"{name}: {_short(before)} then, {_short(now)} now"
+    found = differences(before, now, absent="absent", joint=".")
+    return [f"{name}: {_short(old)} then, {_short(new)} now" for name, old, new in found]
 
 
 def _short(value: Any) -> str:

@@ -41,7 +41,7 @@ class Draft:
                 os.replace(aside, path)
                 return
             except (FileExistsError, FileNotFoundError):
-                if not path.parent.is_dir():
+                if not path.parent.is_dir() or (self._name and not self._name.exists()):
                     raise
                 continue  # another process replaces the same file: whoever is last wins
             except BaseException:

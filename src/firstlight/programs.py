@@ -307,10 +307,11 @@ class Programs:
     def of_request(self, request: Request, *, caches: bool) -> list[Program]:
         """All programs that a request runs; `caches`: the model sees references once."""
         size, length = (request.height, request.width), request.text_length
-        multiple = self.arch.vae.pixel_multiple
         made = [self.decode(*size, request.output_type)]
-        for images in _layouts(request):
-            grids = tuple((y // multiple, x // multiple) for y, x in images)
+        layouts = (
+            tuple(self.grid(*p.shape[:2]) for p in images) for images in request.references or [()]
+        )
+        for grids in dict.fromkeys(layouts):
             cached = caches and bool(grids)
             made.append(self.denoise(*size, length, grids, guided=request.guided, cached=cached))
             made += [self.extract(grids)] * cached
@@ -321,10 +322,7 @@ class Programs:
             made += [self.noised(*size)] * (request.latents is None)
             made += [self.keep(*size)] * (request.inpaint.mask is not None)
             pictures.append(request.inpaint.source)
-        made += [
-            self.reference(p.shape[0] // multiple, p.shape[1] // multiple, str(p.dtype))
-            for p in pictures
-        ]
+        made += [self.reference(*self.grid(*p.shape[:2]), str(p.dtype)) for p in pictures]
         made.append(self.noise(*size) if request.latents is None else self.pack(*size))
         return list({program.name: program for program in made}.values())
 
@@ -355,12 +353,6 @@ class Programs:
     ) -> Program:
         identity = {"architecture": self.arch.identity, "batch": self.batch}
         return Program(name, function, args, identity, outputs)
-
-
-def _layouts(request: Request) -> list[tuple[tuple[int, ...], ...]]:
-    """Heights and widths of the references of pictures, each different list once."""
-    layouts = [tuple(p.shape[:2] for p in images) for images in request.references] or [()]
-    return list(dict.fromkeys(layouts))
 
 
 def _tokens(references: Grids) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from jax.sharding import Mesh
 
 from firstlight.errors import ConfigError, DeviceError
-from firstlight.models.params import ParamSpec, named_leaves
+from firstlight.models.params import DTYPE_BYTES, ParamSpec, named_leaves
 from firstlight.sharding import param_shardings
 
 Policy = Literal["all", "offload", "swap"]
@@ -112,12 +113,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 def _shard_bytes(leaves: Iterable[tuple[ParamSpec, Any]]) -> Iterable[int]:
     for spec, sharding in leaves:
-        shard = sharding.shard_shape(spec.shape)
-        rows = [whole // part for whole, part in zip(spec.shape, shard, strict=True)]
-        split = 1
-        for row in rows:
-            split *= row
-        yield spec.nbytes // split
+        yield math.prod(sharding.shard_shape(spec.shape)) * DTYPE_BYTES[spec.dtype]
 
 
 def available_bytes(device: Any) -> int | None:

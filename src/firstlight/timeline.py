@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -142,9 +142,14 @@ class Timeline:
 
 def by_name(path: list[Segment]) -> dict[str, float]:
     """Seconds of each name on a path, in the order of first appearance."""
+    return summed((segment.name, segment.seconds) for segment in path)
+
+
+def summed(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Seconds of each name, in the order of first appearance."""
     seconds: dict[str, float] = {}
-    for segment in path:
-        seconds[segment.name] = seconds.get(segment.name, 0.0) + segment.seconds
+    for name, value in pairs:
+        seconds[name] = seconds.get(name, 0.0) + value
     return seconds
 
 

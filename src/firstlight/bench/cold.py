@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from firstlight.errors import FirstlightError
+from firstlight.timeline import summed
 from firstlight.weights import storage
 from firstlight.weights.folder import open_model
 from firstlight.weights.hub import resolve
@@ -155,8 +156,6 @@ def lines(facts: dict[str, Any]) -> list[str]:
             f"{start['read_seconds'] / raw['seconds']:.2f} x the raw read; limited by "
             f"{start['limited_by']}; unexplained {start['unexplained']:.1%}",
         ]
-        path: dict[str, float] = {}
-        for name, seconds in start["critical_path"]:
-            path[name] = path.get(name, 0.0) + seconds
+        path = summed(start["critical_path"])
         made += [f"  {seconds:8.3f} s  {name}" for name, seconds in path.items() if seconds > 5e-4]
     return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from firstlight.timeline import UNEXPLAINED, Segment, Span, Timeline, by_name, limit
+from firstlight.timeline import UNEXPLAINED, Segment, Span, Timeline, by_name, limit, summed
 
 
 def account(timeline: Timeline, end: float) -> dict[str, Any]:
@@ -28,9 +28,7 @@ def account(timeline: Timeline, end: float) -> dict[str, Any]:
 
 def one_line(facts: dict[str, Any]) -> str:
     """The budget in a line: what took longest first."""
-    seconds: dict[str, float] = {}
-    for name, value in facts["critical_path"]:
-        seconds[_kind(name)] = seconds.get(_kind(name), 0.0) + value
+    seconds = summed((_kind(name), value) for name, value in facts["critical_path"])
     ranked = sorted(seconds.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {value:.2f}" for name, value in ranked if value >= 0.005)
     return (
@@ -42,9 +40,7 @@ def one_line(facts: dict[str, Any]) -> str:
 def table(facts: dict[str, Any]) -> list[str]:
     """The critical path, then all that went on beside it."""
     lines = ["critical path:"]
-    seconds: dict[str, float] = {}
-    for name, value in facts["critical_path"]:
-        seconds[name] = seconds.get(name, 0.0) + value
+    seconds = summed(facts["critical_path"])
     lines += [f"  {value:8.3f} s  {name}" for name, value in seconds.items() if value >= 0.0005]
     lines += [f"  {facts['total']:8.3f} s  total", "all lanes (from, to, lane, what):"]
     for span in facts["spans"]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from firstlight.config import EngineConfig, PictureConfig
+from firstlight.environment import differences
 from firstlight.errors import FirstlightWarning, RequestError
 from firstlight.image import read_metadata
 
@@ -76,7 +77,7 @@ def warn_of_differences(
     }
     found = [
         f"{name} {before} then, {now} now"
-        for name, before, now in _differences(stored, _plain(dict(made)))
+        for name, before, now in differences(stored, _plain(dict(made)), absent=_ABSENT, joint=" ")
         if name not in wanted
     ]
     if found:
@@ -85,15 +86,6 @@ def warn_of_differences(
             FirstlightWarning,
             stacklevel=2,
         )
-
-
-def _differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted({*before, *now}):
-            inner = f"{name} {key}" if name else key
-            yield from _differences(before.get(key, _ABSENT), now.get(key, _ABSENT), inner)
-    elif before != now:
-        yield name, before, now
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from firstlight.models.params import DTYPE_BYTES, ParamSpec, named_leaves
 from firstlight.weights.component import Component
+from firstlight.weights.quantised import NVFP4
 from firstlight.weights.reader import ITEM_BYTES, Stamp
 from firstlight.weights.rules import Piece, Rule, expand
 
@@ -154,7 +155,7 @@ def _top(path: str) -> str:
 
 def _row_bytes(block: Block) -> int:
     piece = block[0]
-    if piece.tensor.dtype == "NVFP4":
+    if piece.tensor.dtype == NVFP4:
         return piece.width // 2
     return piece.width * ITEM_BYTES[piece.tensor.dtype]
 
